@@ -1,0 +1,87 @@
+"""Every setting, its default and its unit. The environment is read here, once, at start; the result is frozen.
+
+PAGEWIRE_<NAME> sets a field for every service, PAGEWIRE_<ROLE>_<NAME> for one role (PAGEWIRE_DECODE_NUM_BLOCKS=64).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shared.errors import ConfigurationError
+
+Role = Literal["router", "prefill", "decode"]
+
+
+class Settings(BaseModel):
+    """Settings of one service."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    # What is served
+    model: str = Field("smollm2", description="'smollm2' (packaged), a .gguf file, a Hugging Face directory, or a Hub id")
+    served_model_name: str | None = Field(None, description="name in the API; default: derived from the model")
+    max_model_len: int | None = Field(None, ge=2, description="prompt + output tokens; default: the model's own limit")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: float32 on CPU")
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    num_threads: int | None = Field(None, ge=1, description="CPU threads of a worker's engine; default: all cores")
+
+    # Where things are
+    redis_url: str = Field("redis://127.0.0.1:6379/0", description="also read from REDIS_URL")
+    redis_namespace: str = Field("pagewire", description="prefix of every Redis key")
+    host: str = Field("127.0.0.1", description="router: address to listen on")
+    port: int = Field(8000, ge=0, le=65535, description="router: port to listen on")
+    bind_host: str = Field("127.0.0.1", description="worker: address its ZeroMQ sockets bind to")
+    advertise_host: str | None = Field(None, description="worker: host name others reach it by; default: bind_host")
+    worker_id: str | None = Field(None, description="worker: stable name; default: role and host name")
+    metrics_port: int = Field(0, ge=0, le=65535, description="worker: HTTP port for /metrics; 0 = none (the router shows all workers)")
+
+    # KV cache
+    block_size: int = Field(16, ge=1, description="tokens in a KV block")
+    num_blocks: int | None = Field(None, ge=2, description="KV blocks of a worker; default: from kv_cache_gib")
+    kv_cache_gib: float = Field(2.0, gt=0, description="size of a worker's KV cache when num_blocks is not set")
+    enable_prefix_caching: bool = True
+
+    # Scheduling
+    max_num_batched_tokens: int = Field(2048, ge=1, description="tokens in one step")
+    long_prefill_token_threshold: int = Field(0, ge=0, description="cap on one request's chunk when others wait; 0 = off")
+    max_num_seqs: int = Field(64, ge=1, description="requests in one step")
+    max_step_ms: float = Field(200.0, gt=0, description="time bound on one step; caps chunks by the measured speed")
+    max_num_waiting: int = Field(1024, ge=1, description="worker: requests that may wait; more are refused")
+
+    # KV transfer
+    kv_lanes: int = Field(2, ge=1, le=4, description="data sockets between one prefill and one decode worker")
+    kv_max_chunk_bytes: int = Field(4 << 20, ge=4096)
+    kv_credits: int = Field(16, ge=1, description="chunks in flight per transfer")
+    kv_progress_timeout_s: float = Field(3.0, gt=0, description="a transfer without a chunk or RENEW for this long has failed")
+    kv_failure_policy: Literal["recompute", "fail"] = Field("recompute", description="decode: what to do when a transfer fails")
+    local_prefill_max_tokens: int = Field(16, ge=0, description="an uncached tail this short behind a cached prefix stays on decode")
+
+    # Lifecycle
+    lease_s: float = Field(1.5, gt=0.1, description="a worker that has not renewed for this long is gone")
+    request_timeout_s: float = Field(600.0, gt=0)
+    max_num_requests: int = Field(1024, ge=1, description="router: requests in flight; more are answered 429")
+    max_retries: int = Field(2, ge=0, description="router: other workers tried before the first token")
+    debug: bool = Field(False, description="check the block invariants after every step")
+
+
+def load_settings(role: Role | None, environ: Mapping[str, str] = os.environ, **overrides: Any) -> Settings:
+    """Defaults < PAGEWIRE_<NAME> < PAGEWIRE_<ROLE>_<NAME> < overrides that are not None. ConfigurationError names a bad one."""
+    values: dict[str, Any] = {}
+    if environ.get("REDIS_URL"):
+        values["redis_url"] = environ["REDIS_URL"]
+    for name in Settings.model_fields:
+        keys = [f"PAGEWIRE_{name.upper()}"] + ([f"PAGEWIRE_{role.upper()}_{name.upper()}"] if role else [])
+        for key in keys:
+            if environ.get(key, "") != "":
+                values[name] = environ[key]
+    values.update({name: value for name, value in overrides.items() if value is not None})
+    try:
+        return Settings(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0]) if first["loc"] else "settings"
+        raise ConfigurationError(f"setting {name} = {values.get(name)!r}: {first['msg']}") from error

@@ -1,0 +1,87 @@
+"""One tree of errors. Whatever comes from outside and is wrong raises one of these; each message says what to do.
+
+`http_status`, `error_type` and `code` decide how the router shows an error to a client (OpenAI error object).
+"""
+
+from __future__ import annotations
+
+
+class PagewireError(Exception):
+    """Root of the tree. `param` names the request field at fault; `retry_after_s` is a truthful hint when waiting helps."""
+
+    http_status = 500
+    error_type = "internal_error"
+    exit_code = 1
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+
+class InvalidRequestError(PagewireError):
+    """The client sent something we cannot serve; sending it again unchanged cannot help."""
+
+    http_status = 400
+    error_type = "invalid_request_error"
+
+
+class ModelNotFoundError(InvalidRequestError):
+    """The request names a model that is not served here."""
+
+    http_status = 404
+    error_type = "not_found_error"
+
+
+class OverloadedError(PagewireError):
+    """A bounded queue is full; the client should come back after `retry_after_s`."""
+
+    http_status = 429
+    error_type = "overloaded_error"
+
+
+class UnavailableError(PagewireError):
+    """No worker can serve this now (none registered, or those that were have died)."""
+
+    http_status = 503
+    error_type = "service_unavailable_error"
+
+
+class WorkerFailedError(UnavailableError):
+    """The worker serving this request died or reported a failure that another worker might not have."""
+
+
+class DeadlineExceededError(PagewireError):
+    """The request's deadline passed while waiting for a peer."""
+
+    http_status = 504
+    error_type = "timeout_error"
+
+
+class ConfigurationError(PagewireError):
+    """A setting, a model or this machine does not allow the service to start. Shown as one line, exit code 2."""
+
+    exit_code = 2
+
+
+class ModelLoadError(ConfigurationError):
+    """The model cannot be found, read or fitted in memory."""
+
+
+class ProtocolError(PagewireError):
+    """A peer sent a message or frame that breaks KVX/1 or the router protocol. Counted, never fatal to the receiver."""
+
+
+class IncompatiblePeerError(ProtocolError):
+    """The two ends of a KV transfer disagree; `field` names what differs."""
+
+    def __init__(self, field: str, ours: object, theirs: object) -> None:
+        super().__init__(f"incompatible peer: {field} is {ours!r} here and {theirs!r} there")
+        self.field = field
+
+
+class TransferError(PagewireError):
+    """A KV transfer failed and will not be completed."""
+
+    http_status = 502

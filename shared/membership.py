@@ -1,0 +1,53 @@
+"""Who is alive: each worker keeps a record in Redis under a lease; a record that is not renewed vanishes.
+
+Key `{namespace}:worker:{worker_id}`, value = WorkerRecord as JSON, expiry = the lease. The incarnation in the record is the
+epoch: a restarted worker has another one, and everything tied to the old one is void.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class WorkerStats(BaseModel):
+    """A snapshot of one worker, sent with every renewal."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+    num_waiting: int = 0
+    num_running: int = 0
+    num_waiting_tokens: int = 0
+    """Prompt tokens not yet computed, of all requests the worker holds."""
+    num_blocks_used: int = 0
+    """Blocks referenced by requests (cached but unreferenced blocks are not used)."""
+    num_blocks_cached: int = 0
+    tokens_per_s: float = 0.0
+    """Measured speed of prefill-like steps; 0 until the first."""
+    counters: dict[str, float] = Field(default_factory=dict)
+    """Totals since start: name (see telemetry) -> value."""
+
+
+class WorkerRecord(BaseModel):
+    """What a worker says of itself."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+    worker_id: str
+    role: Literal["prefill", "decode"]
+    incarnation: int
+    rpc_endpoint: str
+    """ROUTER socket that takes RouterMessage frames, e.g. tcp://127.0.0.1:41000."""
+    kv_ctrl_endpoint: str | None = None
+    """Decode only: where prefill workers open a KV transfer."""
+    model_name: str
+    model_fingerprint: str
+    dtype: str
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    vocab_size: int
+    stats: WorkerStats = WorkerStats()
+
+
+def worker_key(namespace: str, worker_id: str) -> str:
+    return f"{namespace}:worker:{worker_id}"

@@ -1,0 +1,149 @@
+"""Messages between the router and the workers: JSON, one pydantic model each, discriminated by `kind`, versioned as a whole.
+
+Transport: a DEALER socket at the router, a ROUTER socket at the worker, one message = one frame. KV transfer has its own
+protocol (shared/transport). Nothing here is ever evaluated; unknown kinds and fields are refused with ProtocolError.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from shared.errors import ProtocolError
+from shared.sampling_params import SamplingParams
+
+PROTOCOL_VERSION = 1
+FinishReason = Literal["stop", "length"]
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    version: Literal[1] = PROTOCOL_VERSION
+
+
+class KVPeer(BaseModel):
+    """Where a decode worker takes KV blocks: its control endpoint and the incarnation that must answer there."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    worker_id: str
+    ctrl_endpoint: str
+    incarnation: int
+
+
+class PrefillRequest(Message):
+    """Router -> prefill: compute the KV of `token_ids` and send it to `decode` as transfer `transfer_id`."""
+
+    kind: Literal["prefill"] = "prefill"
+    request_id: str
+    transfer_id: str
+    attempt: int = 0
+    token_ids: tuple[int, ...]
+    cache_salt: str | None = None
+    decode: KVPeer
+    deadline_s: float
+    """Seconds left for the whole request when this message was sent."""
+    priority: int = 0
+    traceparent: str = ""
+
+
+class DecodeRequest(Message):
+    """Router -> decode: reserve blocks for `token_ids`, take their KV as `transfer_id` (None: compute it here), then generate."""
+
+    kind: Literal["decode"] = "decode"
+    request_id: str
+    transfer_id: str | None
+    attempt: int = 0
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    cache_salt: str | None = None
+    deadline_s: float
+    priority: int = 0
+    traceparent: str = ""
+
+
+class AbortRequest(Message):
+    """Router -> either worker: forget this request and give its blocks back. Idempotent; unknown ids are ignored."""
+
+    kind: Literal["abort"] = "abort"
+    request_id: str
+    reason: str
+
+
+class TokenLogprobs(BaseModel):
+    """Raw log-softmax (fp32, before penalties and temperature) at one position."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    logprob: float
+    rank: int
+    """1 = the most likely token."""
+    top_token_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+class RequestOutput(Message):
+    """Decode -> router: one generated token, or the end of the request (`finish_reason` set; the final token is included)."""
+
+    kind: Literal["output"] = "output"
+    request_id: str
+    token_id: int
+    index: int
+    """0 for the first generated token; consecutive."""
+    logprobs: TokenLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    """Set when a stop_token_ids entry ended the request (not for the model's own EOS)."""
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV was reused rather than computed for this request, wherever they were found."""
+    num_preemptions: int = 0
+
+
+class WorkerTiming(Message):
+    """Either worker -> router: what one phase of one request took, for /metrics and the waterfall (milliseconds)."""
+
+    kind: Literal["timing"] = "timing"
+    request_id: str
+    phase: Literal["prefill", "decode"]
+    queue_ms: float
+    compute_ms: float
+    num_computed_tokens: int
+    num_cached_tokens: int
+    num_steps: int
+
+
+class RequestFailed(Message):
+    """Either worker -> router: this request will not be completed here. `retryable`: another worker might manage."""
+
+    kind: Literal["failed"] = "failed"
+    request_id: str
+    message: str
+    error_type: Literal["invalid_request", "overloaded", "unavailable", "deadline", "transfer", "internal"]
+    retryable: bool
+    retry_after_s: float | None = None
+
+
+RouterMessage = PrefillRequest | DecodeRequest | AbortRequest
+WorkerMessage = RequestOutput | WorkerTiming | RequestFailed
+
+_router_messages: TypeAdapter[RouterMessage] = TypeAdapter(Annotated[RouterMessage, Field(discriminator="kind")])
+_worker_messages: TypeAdapter[WorkerMessage] = TypeAdapter(Annotated[WorkerMessage, Field(discriminator="kind")])
+
+
+def encode(message: Message) -> bytes:
+    return message.model_dump_json().encode()
+
+
+def decode_router_message(frame: bytes) -> RouterMessage:
+    """Raises ProtocolError on anything that is not a valid message of this version."""
+    try:
+        return _router_messages.validate_json(frame)
+    except ValidationError as error:
+        raise ProtocolError(f"invalid message from a router: {error.errors()[0]['msg']}") from error
+
+
+def decode_worker_message(frame: bytes) -> WorkerMessage:
+    """Raises ProtocolError on anything that is not a valid message of this version."""
+    try:
+        return _worker_messages.validate_json(frame)
+    except ValidationError as error:
+        raise ProtocolError(f"invalid message from a worker: {error.errors()[0]['msg']}") from error

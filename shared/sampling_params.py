@@ -1,0 +1,37 @@
+"""What a request asks of the sampler. Validated once, at the router; the same frozen object crosses to decode unchanged."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+GREEDY_TEMPERATURE = 1e-5
+"""Below this a row is greedy: argmax, never a division by the temperature."""
+
+
+class SamplingParams(BaseModel):
+    """Immutable; `decode(encode(p)) == p` for every field. "Off" values: top_k <= 0, top_p 1, min_p 0, penalties 0 / 0 / 1."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    temperature: float = Field(1.0, ge=0.0, allow_inf_nan=False)
+    top_p: float = Field(1.0, gt=0.0, le=1.0, allow_inf_nan=False)
+    top_k: int = Field(-1, ge=-1)
+    min_p: float = Field(0.0, ge=0.0, le=1.0, allow_inf_nan=False)
+    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0, allow_inf_nan=False)
+    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0, allow_inf_nan=False)
+    repetition_penalty: float = Field(1.0, gt=0.0, allow_inf_nan=False)
+    logit_bias: dict[int, float] = Field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None
+    seed: int | None = None
+    sequence_index: int = Field(0, ge=0)
+    """Which of the n choices of one prompt this is: the second key of the random generator."""
+    max_tokens: int = Field(16, ge=1)
+    min_tokens: int = Field(0, ge=0)
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    num_logprobs: int | None = Field(None, ge=0)
+    """None: no logprobs. N: the sampled token's raw log-probability, its rank, and the N most likely tokens."""
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_TEMPERATURE
