@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 
 class WorkerStats(BaseModel):
@@ -51,3 +51,24 @@ class WorkerRecord(BaseModel):
 
 def worker_key(namespace: str, worker_id: str) -> str:
     return f"{namespace}:worker:{worker_id}"
+
+
+def workers_key(namespace: str) -> str:
+    """The set of worker ids that have a record or had one: lets a reader find all records without scanning the key space.
+
+    A worker that leaves in order removes its id; one whose lease ran out stays listed, until a reader drops it.
+    """
+    return f"{namespace}:workers"
+
+
+def blocks_key(namespace: str, worker_id: str, incarnation: int) -> str:
+    """The set of block hashes that one incarnation of a worker holds (see cache/redis_prefix_index.py)."""
+    return f"{namespace}:blocks:{worker_id}:{incarnation}"
+
+
+def parse_record(value: bytes | str) -> WorkerRecord | None:
+    """The record in `value`, or None when it is not one: a foreign key must not stop the reader."""
+    try:
+        return WorkerRecord.model_validate_json(value)
+    except ValidationError:
+        return None
