@@ -1,0 +1,68 @@
+"""Model weights as torch tensors under Hugging Face's Llama names, from GGUF or safetensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+from shared.available_memory import available_memory_bytes
+from shared.model_source import ModelSource
+from shared.stored_tensor import StoredTensor
+from shared.weight_names import ExpectedWeight
+from shared.weight_reader import NUM_LOADING_THREADS, PendingWeights, check_fits, read_weight, start_loading
+
+_SAME_TYPE = {"F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def _available_bytes(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        free_bytes: int = torch.cuda.mem_get_info(device)[0]
+        return free_bytes
+    return available_memory_bytes()
+
+
+def _load_one(
+    source: ModelSource, expected: ExpectedWeight, stored: StoredTensor, dtype: torch.dtype, device: torch.device
+) -> tuple[str, torch.Tensor]:
+    if source.format == "safetensors" and _SAME_TYPE.get(stored.type_name) is dtype:
+        # Already what is wanted: no way round through float32. The copy detaches it from the read-only map.
+        tensor = torch.from_numpy(np.array(stored.data).view(np.int16)).view(dtype).reshape(expected.shape)
+    else:
+        tensor = torch.from_numpy(read_weight(source, expected, stored)).to(dtype)
+    return expected.name, tensor.to(device)
+
+
+def load_weights(
+    source: ModelSource,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    progress: Callable[[float], None] | None = None,
+    pending: PendingWeights | None = None,
+) -> dict[str, torch.Tensor]:
+    """Name -> tensor; `lm_head.weight` is absent when it is tied to the embedding.
+
+    `pending`: float32 weights already being read (`start_loading`), wrapped without a copy when float32 on the CPU is wanted.
+    Otherwise tensors are converted one by one, so at most a few are held in float32. `progress`: 0..1.
+    Raises ModelLoadError when the weights cannot fit in memory.
+    """
+    device = torch.device(device)
+    if pending is None and dtype is torch.float32 and device.type == "cpu":
+        pending = start_loading(source, progress)
+    if pending is not None:
+        arrays = pending.result()
+        return {name: torch.from_numpy(arrays.pop(name)).to(device=device, dtype=dtype) for name in list(arrays)}
+    check_fits(source, dtype.itemsize, _available_bytes(device), "GPU memory" if device.type == "cuda" else "memory")
+    pairs = list(source.weights())
+    num_elements, num_done = source.num_parameters, 0
+    weights: dict[str, torch.Tensor] = {}
+    with ThreadPoolExecutor(NUM_LOADING_THREADS) as pool:
+        loaded = pool.map(lambda pair: _load_one(source, pair[0], pair[1], dtype, device), pairs)
+        for name, tensor in loaded:
+            weights[name] = tensor
+            num_done += tensor.numel()
+            if progress is not None:
+                progress(num_done / num_elements)
+    return weights

