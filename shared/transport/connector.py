@@ -1,0 +1,89 @@
+"""Ports of the KV transfer: what the engine lends (memory), what it is told (events), what carries the messages (wires)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from shared.transport.control import ControlMessage
+from shared.transport.frames import DataHeader
+
+
+class BlockMemory(Protocol):
+    """The KV cache of one worker, seen as bytes."""
+
+    def block_view(self, block_id: int) -> memoryview:
+        """Writable, contiguous, format 'B', KVLayout.block_nbytes long: [layer][K|V][kv_head][token][head_dim]."""
+        ...
+
+
+class SenderEvents(Protocol):
+    """Told on the transport's thread; must not block. Exactly one of on_committed and on_failed ends each offered transfer.
+
+    Until then the blocks handed to send_blocks stay owned by the transfer, also after abort().
+    """
+
+    def on_granted(self, transfer_id: str) -> None: ...
+
+    def on_committed(self, transfer_id: str) -> None: ...
+
+    def on_failed(self, transfer_id: str, reason: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CommitInfo:
+    """What a completed transfer was. Times are Clock.now_s() of the receiver; chunk times are None when nothing was missing."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    """Prompt tokens that prefill had cached."""
+    num_blocks_missing: int
+    num_bytes: int
+    num_chunks: int
+    num_chunks_failed: int
+    """Chunks that had to be sent again."""
+    expected_s: float
+    granted_s: float
+    first_chunk_s: float | None
+    last_chunk_s: float | None
+    committed_s: float
+
+    @property
+    def wire_s(self) -> float:
+        """Seconds from the first chunk to the last."""
+        return (self.last_chunk_s or 0.0) - (self.first_chunk_s or 0.0)
+
+
+class ReceiverEvents(Protocol):
+    """Told on the transport's thread; must not block. Exactly one of the two ends each expected transfer, unless abort() did.
+
+    When either is called, nothing writes into the transfer's blocks any more.
+    """
+
+    def on_committed(self, transfer_id: str, hidden_state: bytes, info: CommitInfo) -> None: ...
+
+    def on_failed(self, transfer_id: str, reason: str) -> None: ...
+
+
+class ReceiverWire(Protocol):
+    """How the receiver's state machine speaks. Must not block; may be called with the state's lock held."""
+
+    def send_control(self, peer: str, message: ControlMessage, blob: bytes = b"") -> None: ...
+
+
+class SenderWire(ReceiverWire, Protocol):
+    """How the sender's state machine speaks. Must not block. `peer` is a connection's key."""
+
+    def open_peer(self, peer: str, ctrl_endpoint: str) -> None: ...
+
+    def open_lanes(self, peer: str, endpoints: tuple[str, ...]) -> None: ...
+
+    def close_peer(self, peer: str) -> None: ...
+
+    def send_data(self, peer: str, lane: int, header: DataHeader, payload: memoryview) -> None: ...
+
+
+FrameTap = Callable[[DataHeader, memoryview], memoryview | None]
+"""Fault hook for tests, called with each data message on its way to the socket: returns the payload to send, None to lose the
+message, or raises to fail the transfer."""

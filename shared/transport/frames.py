@@ -1,0 +1,180 @@
+"""The fixed header of a KVX/1 data message: 192 bytes, little-endian, followed by one contiguous payload frame.
+
+A CHUNK carries a layer range of one block; a FENCE (no payload) travels behind the chunks of a lane and tells the receiver that
+everything before it has been put on the wire, so that what is missing then is lost, not late. FENCE fields: chunk_seq = round,
+chunk_total = chunks sent so far, slot = number of the last NACK acted upon.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass, fields
+from enum import IntEnum, IntFlag
+from operator import attrgetter
+
+import xxhash
+
+from shared.errors import ProtocolError
+
+MAGIC = b"KVX1"
+VERSION = 1
+HEADER_NBYTES = 192
+_CRC_OFFSET = HEADER_NBYTES - 4
+_RESERVED = bytes(42)
+_STRUCT = struct.Struct("<4sHHBB16sHQQQIIIIQBQQHHIHHHBBBBHHHHH16s8sB42sI")
+assert _STRUCT.size == HEADER_NBYTES
+
+
+class MessageType(IntEnum):
+    CHUNK = 1
+    FENCE = 2
+
+
+class Flags(IntFlag):
+    NONE = 0
+    LAST = 1
+    RETRY = 2
+    SHARED_MEMORY = 4
+
+
+class KVDtype(IntEnum):
+    FLOAT32 = 1
+    FLOAT16 = 2
+    BFLOAT16 = 3
+    FLOAT8_E4M3 = 4
+    FLOAT8_E5M2 = 5
+
+    @property
+    def itemsize(self) -> int:
+        return {KVDtype.FLOAT32: 4, KVDtype.FLOAT16: 2, KVDtype.BFLOAT16: 2}.get(self, 1)
+
+
+class ScaleCode(IntEnum):
+    NONE = 0
+
+
+class LayoutCode(IntEnum):
+    LAYER_BLOCK_KV_HEAD_TOKEN_DIM = 1
+    """[layer][block][K|V][kv_head][token][head_dim]"""
+
+
+class KVPart(IntEnum):
+    K = 1
+    V = 2
+    KV = 3
+
+    @property
+    def count(self) -> int:
+        return 2 if self is KVPart.KV else 1
+
+
+class ChecksumCode(IntEnum):
+    NONE = 0
+    XXH3_64 = 1
+
+
+def checksum(payload: bytes | memoryview) -> int:
+    """xxh3_64 of a payload."""
+    return xxhash.xxh3_64_intdigest(payload)
+
+
+@dataclass(frozen=True, slots=True)
+class DataHeader:
+    """Field order is wire order. Integers are unsigned; `transfer_id` is 16 raw bytes."""
+
+    msg_type: MessageType
+    flags: Flags
+    transfer_id: bytes
+    attempt: int
+    src_incarnation: int
+    dst_incarnation: int
+    grant_id: int
+    slot: int
+    slot_gen: int
+    chunk_seq: int
+    chunk_total: int
+    """0 = not known yet."""
+    payload_nbytes: int
+    checksum_algo: ChecksumCode
+    checksum: int
+    hash_set_digest: int
+    """xxh3_64 of the offered block hashes, one after the other."""
+    layer_start: int = 0
+    layer_count: int = 0
+    block_index: int = 0
+    """Index in the chain of the prompt's blocks, never a block id."""
+    block_count: int = 0
+    block_tokens: int = 0
+    valid_tokens: int = 0
+    """Tokens in the last block of the payload that mean something."""
+    kv_part: KVPart = KVPart.KV
+    dtype: KVDtype = KVDtype.FLOAT32
+    scale: ScaleCode = ScaleCode.NONE
+    layout: LayoutCode = LayoutCode.LAYER_BLOCK_KV_HEAD_TOKEN_DIM
+    head_start: int = 0
+    head_count: int = 0
+    head_dim: int = 0
+    src_tp_rank: int = 0
+    src_tp_size: int = 1
+    trace_id: bytes = bytes(16)
+    span_id: bytes = bytes(8)
+    trace_flags: int = 0
+
+    @property
+    def shape_nbytes(self) -> int:
+        """Bytes that the shape fields describe."""
+        elements = self.layer_count * self.block_count * self.kv_part.count * self.head_count * self.block_tokens * self.head_dim
+        return elements * self.dtype.itemsize
+
+    def pack(self) -> bytes:
+        body = _STRUCT.pack(MAGIC, VERSION, HEADER_NBYTES, *_in_wire_order(self), _RESERVED, 0)[:_CRC_OFFSET]
+        return body + struct.pack("<I", zlib.crc32(body))
+
+    @classmethod
+    def unpack(cls, frame: bytes | memoryview, max_chunk_bytes: int) -> DataHeader:
+        """Raises ProtocolError for anything but a sound header whose payload size equals its shape and fits a chunk."""
+        if len(frame) != HEADER_NBYTES:
+            raise ProtocolError(f"data header has {len(frame)} bytes instead of {HEADER_NBYTES}")
+        magic, version, header_nbytes, *values, reserved, crc = _STRUCT.unpack(frame)
+        if magic != MAGIC or version != VERSION or header_nbytes != HEADER_NBYTES:
+            raise ProtocolError(f"data header of another protocol: {magic!r} version {version}; this is KVX/{VERSION}")
+        if zlib.crc32(frame[:_CRC_OFFSET]) != crc:
+            raise ProtocolError("data header is damaged: its CRC does not match")
+        if reserved != _RESERVED:
+            raise ProtocolError("data header: reserved bytes are not zero; the peer speaks another version")
+        named = dict(zip(_FIELD_NAMES, values, strict=True))
+        for field, kind in _CODES.items():
+            try:
+                named[field] = kind(named[field])
+            except ValueError:
+                raise ProtocolError(f"data header: {field} {named[field]} is not of KVX/1; the peer speaks another version") from None
+        if named["flags"] & ~0x07:
+            raise ProtocolError(f"data header: flags {named['flags']:#x} are not of KVX/1; the peer speaks another version")
+        named["flags"] = Flags(named["flags"])
+        header = cls(**named)
+        header.check(max_chunk_bytes)
+        return header
+
+    def check(self, max_chunk_bytes: int) -> None:
+        """Raises ProtocolError when sizes contradict each other."""
+        if self.payload_nbytes != self.shape_nbytes:
+            raise ProtocolError(f"data header: payload of {self.payload_nbytes} bytes, but its shape needs {self.shape_nbytes}")
+        if self.payload_nbytes > max_chunk_bytes:
+            raise ProtocolError(f"data header: payload of {self.payload_nbytes} bytes is over the agreed {max_chunk_bytes}")
+        if (self.payload_nbytes == 0) != (self.msg_type is MessageType.FENCE):
+            raise ProtocolError("data header: a chunk has a payload and a fence has none")
+        if self.valid_tokens > self.block_tokens:
+            raise ProtocolError(f"data header: {self.valid_tokens} valid tokens in a block of {self.block_tokens}")
+
+
+_FIELD_NAMES = tuple(field.name for field in fields(DataHeader))
+_in_wire_order = attrgetter(*_FIELD_NAMES)
+_CODES: dict[str, type[IntEnum]] = {
+    "msg_type": MessageType,
+    "checksum_algo": ChecksumCode,
+    "kv_part": KVPart,
+    "dtype": KVDtype,
+    "scale": ScaleCode,
+    "layout": LayoutCode,
+}

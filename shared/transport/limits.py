@@ -1,0 +1,23 @@
+"""Bounds and deadlines of KVX/1 that are not settings: what one peer may cost another, and how long anything may take."""
+
+from __future__ import annotations
+
+MAX_CONTROL_BYTES = 1 << 20
+"""Largest control frame, JSON or hidden state."""
+HELLO_TIMEOUT_S = 2.0
+"""A decode worker that has not answered HELLO for this long is not there."""
+HELLO_RETRY_S = 0.5
+OFFER_WAIT_S = 30.0
+"""An offer for a transfer that the decode service has not announced is denied after this."""
+MAX_WAITING_OFFERS = 1024
+MAX_TOMBSTONES = 4096
+"""Ended transfers remembered, to answer a peer that has not heard yet."""
+MAX_CHUNK_FAILURES = 2
+"""A chunk that failed this often (bad checksum, lost) fails its transfer: one re-send, no more."""
+DISCONNECT_GRACE_S = 0.25
+"""A control connection that is not back after this is a dead peer."""
+TICK_S = 0.05
+"""How often the deadlines are looked at while transfers live."""
+RENEW_FRACTION = 1 / 3
+STALL_FRACTION = 1 / 2
+"""Fractions of the progress timeout: after which a silent sender renews, and a stalled one asks what arrived."""

@@ -1,0 +1,126 @@
+"""How the sockets of KVX/1 are set up, and what wakes their threads. One socket belongs to one thread.
+
+Control has its own context, hence its own I/O thread, and heartbeats. Data lanes have one context each and no heartbeat: it would
+cut a healthy lane whose receiver is busy. IMMEDIATE: nothing is queued for a peer that is not connected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+
+import zmq
+
+from shared.errors import ConfigurationError
+from shared.transport.frames import HEADER_NBYTES
+from shared.transport.limits import MAX_CONTROL_BYTES
+
+SyncContext = zmq.Context[zmq.Socket[bytes]]
+SyncSocket = zmq.Socket[bytes]
+
+_LANE_HWM = 4
+_BUFFER_BYTES = 1 << 20
+
+
+def new_context() -> SyncContext:
+    context: SyncContext = zmq.Context(io_threads=1)
+    return context
+
+
+def _harden(sock: SyncSocket, max_bytes: int) -> None:
+    sock.setsockopt(zmq.LINGER, 0)
+    sock.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+    sock.setsockopt(zmq.HANDSHAKE_IVL, 5000)
+    sock.setsockopt(zmq.RECONNECT_IVL, 50)
+    sock.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+
+
+def new_control_socket(context: SyncContext, kind: int) -> SyncSocket:
+    """DEALER (prefill) or ROUTER (decode)."""
+    sock = context.socket(kind)
+    _harden(sock, MAX_CONTROL_BYTES)
+    sock.setsockopt(zmq.SNDHWM, 1000)
+    sock.setsockopt(zmq.RCVHWM, 1000)
+    sock.setsockopt(zmq.HEARTBEAT_IVL, 1000)
+    sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)
+    if kind == zmq.ROUTER:
+        sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    else:
+        sock.setsockopt(zmq.IMMEDIATE, 1)
+    return sock
+
+
+def new_lane_socket(context: SyncContext, kind: int, max_chunk_bytes: int, timeout_ms: int) -> SyncSocket:
+    """PUSH (prefill) or PULL (decode); sends and receives block for at most `timeout_ms`."""
+    sock = context.socket(kind)
+    _harden(sock, max(max_chunk_bytes, HEADER_NBYTES))
+    for option, value in (
+        (zmq.SNDHWM, _LANE_HWM),
+        (zmq.RCVHWM, _LANE_HWM),
+        (zmq.SNDBUF, _BUFFER_BYTES),
+        (zmq.RCVBUF, _BUFFER_BYTES),
+        (zmq.SNDTIMEO, timeout_ms),
+        (zmq.RCVTIMEO, timeout_ms),
+        (zmq.TCP_KEEPALIVE, 1),
+        (zmq.TCP_MAXRT, 10_000),
+    ):
+        sock.setsockopt(option, value)
+    if kind == zmq.PUSH:
+        sock.setsockopt(zmq.IMMEDIATE, 1)
+    return sock
+
+
+def advertised_host(bind_host: str, advertise_host: str | None) -> str:
+    """The host name others reach a socket by. Raises ConfigurationError when it cannot be told from a wildcard address."""
+    if advertise_host:
+        return advertise_host
+    if bind_host in ("0.0.0.0", "::", "*"):
+        raise ConfigurationError(f"bind_host {bind_host} is every address: set advertise_host to the name other services reach this one by")
+    return bind_host
+
+
+def bind_ephemeral(sock: SyncSocket, bind_host: str, advertise_host: str) -> str:
+    """Bind to a free port of `bind_host`; the endpoint as others reach it."""
+    if ":" in bind_host:
+        sock.setsockopt(zmq.IPV6, 1)
+    # libzmq binds to numeric addresses only.
+    numeric = socket.getaddrinfo(bind_host, None, type=socket.SOCK_STREAM)[0][4][0]
+    sock.bind(f"tcp://{_bracketed(str(numeric))}:0")
+    port = sock.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
+    return f"tcp://{_bracketed(advertise_host)}:{port}"
+
+
+def connect(sock: SyncSocket, endpoint: str) -> None:
+    if "[" in endpoint:
+        sock.setsockopt(zmq.IPV6, 1)
+    sock.connect(endpoint)
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+class Waker:
+    """Wakes a thread that polls `fileno()`; `wake` may be called from any thread and never blocks."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._reader.fileno()
+
+    def wake(self) -> None:
+        # A full pipe wakes just as well; a closed one has nobody to wake.
+        with contextlib.suppress(OSError):
+            self._writer.send(b"\0")
+
+    def drain(self) -> None:
+        with contextlib.suppress(OSError):
+            while self._reader.recv(4096):
+                pass
+
+    def close(self) -> None:
+        self._reader.close()
+        self._writer.close()
