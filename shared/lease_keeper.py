@@ -78,7 +78,9 @@ class LeaseKeeper:
                 renew_at_s = 0.0
                 self._is_closing.wait(min(_MAX_BACKOFF_S, 0.05 * 2**num_failures))
                 continue
-            self._writer.changed.wait(max(0.0, renew_at_s - time.monotonic()))
+            # The flush may have cleared the wake-up of a close.
+            if not self._is_closing.is_set():
+                self._writer.changed.wait(max(0.0, renew_at_s - time.monotonic()))
         self._deregister()
 
     def _renew(self) -> None:

@@ -6,14 +6,14 @@ protocol (shared/transport). Nothing here is ever evaluated; unknown kinds and f
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from shared.errors import ProtocolError
 from shared.sampling_params import SamplingParams
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION: Final = 1
 FinishReason = Literal["stop", "length"]
 
 

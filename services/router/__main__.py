@@ -1,0 +1,155 @@
+"""`python -m services.router`: settings to objects to a listening server. No torch anywhere below."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+
+import uvicorn
+import zmq.asyncio
+
+from services.router.app import RouterParts, create_app
+from services.router.dispatcher import Dispatcher
+from services.router.frontend import Frontend
+from services.router.metrics import RouterMetrics
+from services.router.served_model import ChatRenderer, ServedModel
+from services.router.workers import Compatibility, WorkerDirectory
+from shared.cache.redis_prefix_index import RedisPrefixIndexReader, make_async_client
+from shared.clock import SystemClock
+from shared.config import Settings, load_settings
+from shared.errors import ConfigurationError
+from shared.model_source import resolve_model
+from shared.telemetry import setup_tracing, shutdown_tracing
+from shared.text.chat_template import ChatTemplate
+from shared.text.tokenizer import Tokenizer
+from shared.worker.process import report_status, set_up_process
+
+_logger = logging.getLogger(__name__)
+KEEP_ALIVE_S = 65
+"""Longer than the idle time after which clients and proxies drop a pooled connection themselves (often 5 to 60 s)."""
+GRACEFUL_S = 2
+_BACKLOG = 2048
+
+
+def load_model(settings: Settings) -> ServedModel:
+    """Everything but the weights. Raises ModelLoadError."""
+    source = resolve_model(settings.model)
+    tokenizer = source.load_tokenizer()
+    return ServedModel(
+        name=settings.served_model_name or source.name,
+        fingerprint=source.fingerprint,
+        max_model_len=min(source.config.max_model_len, settings.max_model_len or source.config.max_model_len),
+        vocab_size=source.config.tokenizer_vocab_size,
+        tokenizer=tokenizer,
+        render_chat=_chat_renderer(source.chat_template, tokenizer) if source.chat_template is not None else None,
+    )
+
+
+def _chat_renderer(source: str, tokenizer: Tokenizer) -> ChatRenderer:
+    special = {"bos_token": tokenizer.bos_token_id, "eos_token": next(iter(tokenizer.eos_token_ids), None)}
+    template = ChatTemplate(source, {name: tokenizer.token_text(token_id) for name, token_id in special.items() if token_id is not None})
+    return lambda messages, add_generation_prompt: template.render(messages, add_generation_prompt=add_generation_prompt)
+
+
+def build_parts(settings: Settings, model: ServedModel) -> RouterParts:
+    """The objects of one router. Nothing connects before `start`."""
+    tracer = setup_tracing("pagewire-router")
+    client = make_async_client(settings.redis_url)
+    context = zmq.asyncio.Context()
+    dtype = None if settings.dtype == "auto" else settings.dtype
+    expected = Compatibility(model.fingerprint, settings.block_size, dtype)
+    directory = WorkerDirectory(client, context, SystemClock(), settings.redis_namespace, settings.lease_s, expected)
+    index = RedisPrefixIndexReader(client, settings.redis_namespace)
+    metrics = RouterMetrics(model.name, directory)
+    dispatcher = Dispatcher(directory, index, metrics, tracer, settings, model.fingerprint)
+    frontend = Frontend(model, directory, dispatcher, metrics, tracer, settings)
+
+    async def stop() -> None:
+        await directory.close()
+        await index.close()
+        await client.aclose()
+        context.destroy(linger=0)
+        await asyncio.to_thread(shutdown_tracing, tracer, 0.5)
+
+    return RouterParts(model, directory, index, frontend, metrics, directory.start, stop)
+
+
+def listen(settings: Settings) -> socket.socket:
+    """A bound socket, before anything slow happens. Raises ConfigurationError when the address is taken."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((settings.host, settings.port))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        hint = "choose another with --port or PAGEWIRE_PORT"
+        raise ConfigurationError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; {hint}") from error
+    return listener
+
+
+class _Server(uvicorn.Server):
+    """Ends with exit code 0 at a signal, where uvicorn would die of it again; a second signal does not wait for requests."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    def _stop(self) -> None:
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+
+def run(settings: Settings) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit code. One line and 2 when the configuration does not allow a start."""
+    set_up_process("router")
+    for name in ("uvicorn.error", "httpx"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    try:
+        with contextlib.closing(listen(settings)) as listener:
+            parts = build_parts(settings, load_model(settings))
+            config = uvicorn.Config(
+                create_app(parts),
+                loop="uvloop",
+                http="httptools",
+                ws="none",
+                access_log=False,
+                log_config=None,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=GRACEFUL_S,
+                server_header=False,
+            )
+            host, port = listener.getsockname()[:2]
+            _logger.info("listening on http://%s:%s, model %s", host, port, parts.model.name)
+            report_status("ready")
+            _Server(config).run(sockets=[listener])
+    except ConfigurationError as error:
+        if not report_status(f"failed {error.message}"):
+            print(f"pagewire router: {error.message}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def main() -> int:
+    try:
+        return run(load_settings("router"))
+    except ConfigurationError as error:
+        print(f"pagewire router: {error.message}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,321 @@
+"""One engine request from route to last token: choose workers, tell both, hand on tokens, try elsewhere while nothing was shown.
+
+Every attempt has a request id of its own, so a late token of an attempt that was given up can never be taken for another's.
+Whatever ends an attempt, both workers are told to forget it unless decode reported the end itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+
+from opentelemetry.trace import Tracer
+
+from services.router.metrics import RouterMetrics
+from services.router.policy import Candidate, RequestFacts, Route, select
+from services.router.worker_client import WorkerGone
+from services.router.workers import Worker, WorkerDirectory
+from shared.block_hash import BlockHash, encode_extra_keys, hash_full_blocks, root_hash
+from shared.cache.prefix_index import Holder, PrefixIndexReader
+from shared.config import Settings
+from shared.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    OverloadedError,
+    PagewireError,
+    UnavailableError,
+    WorkerFailedError,
+)
+from shared.ids import new_transfer_id
+from shared.messages import (
+    AbortRequest,
+    DecodeRequest,
+    KVPeer,
+    PrefillRequest,
+    RequestFailed,
+    RequestOutput,
+    WorkerMessage,
+    WorkerTiming,
+)
+from shared.sampling_params import SamplingParams
+from shared.telemetry import SPAN_ROUTE, start_span
+
+WORKER_WAIT_S = 5.0
+"""How long a request whose worker died waits for another one to appear."""
+_WAIT_STEP_S = 0.05
+_RETRY_BACKOFF_S = 0.05
+_ERROR_CLASSES: dict[str, type[PagewireError]] = {
+    "invalid_request": InvalidRequestError,
+    "overloaded": OverloadedError,
+    "deadline": DeadlineExceededError,
+}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids and what else the KV depends on; hashed once for all choices."""
+
+    token_ids: tuple[int, ...]
+    cache_salt: str | None
+    _hashes: dict[bytes, list[BlockHash]] = field(default_factory=dict)
+
+    def hashes(self, root: BlockHash, block_size: int) -> list[BlockHash]:
+        if root not in self._hashes:
+            self._hashes[root] = hash_full_blocks(root, self.token_ids, block_size, encode_extra_keys(self.cache_salt))
+        return self._hashes[root]
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """One choice of one prompt. `deadline_s` is on the event loop's clock."""
+
+    request_id: str
+    prompt: Prompt
+    sampling: SamplingParams
+    priority: int
+    traceparent: str
+    deadline_s: float
+
+
+class _Deadline:
+    """Put in the mailbox when time is up."""
+
+
+Mail = WorkerMessage | WorkerGone | _Deadline
+
+
+class _RetryableFailure(Exception):
+    def __init__(self, error: PagewireError, avoid: Holder) -> None:
+        super().__init__(error.message)
+        self.error = error
+        self.avoid = avoid
+
+
+@dataclass(frozen=True)
+class _Pair:
+    route: Route
+    decode: Worker
+    prefill: Worker | None
+
+
+class Dispatcher:
+    def __init__(
+        self,
+        directory: WorkerDirectory,
+        index: PrefixIndexReader,
+        metrics: RouterMetrics,
+        tracer: Tracer,
+        settings: Settings,
+        model_fingerprint: str,
+    ) -> None:
+        self._directory = directory
+        self._index = index
+        self._metrics = metrics
+        self._tracer = tracer
+        self._settings = settings
+        self._model_fingerprint = model_fingerprint
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
+        """Tokens in order, the last with a finish_reason. Closing the generator aborts the request everywhere.
+
+        Raises InvalidRequestError, OverloadedError, UnavailableError, DeadlineExceededError; WorkerFailedError also in mid-stream.
+        """
+        avoid: set[Holder] = set()
+        attempt = 0
+        last_error: PagewireError | None = None
+        while True:
+            pair = await self._route(request, avoid, last_error)
+            has_started = False
+            attempt_id = request.request_id if attempt == 0 else f"{request.request_id}-r{attempt}"
+            outputs = self._attempt(request, attempt_id, attempt, pair)
+            try:
+                async for output in outputs:
+                    has_started = True
+                    yield output
+                return
+            except _RetryableFailure as failure:
+                if has_started:
+                    raise WorkerFailedError(f"the answer broke off: {failure.error.message}") from failure
+                if attempt >= self._settings.max_retries:
+                    raise failure.error from failure
+                avoid.add(failure.avoid)
+                last_error = failure.error
+            finally:
+                await outputs.aclose()
+            attempt += 1
+            self._metrics.retries.inc()
+            await asyncio.sleep(_RETRY_BACKOFF_S * attempt)
+
+    async def _route(self, request: EngineRequest, avoid: set[Holder], last_error: PagewireError | None) -> _Pair:
+        """The pair for the next attempt. After a failure, waits up to WORKER_WAIT_S for a worker when none is left."""
+        loop = asyncio.get_running_loop()
+        give_up_s = min(request.deadline_s, loop.time() + (WORKER_WAIT_S if last_error is not None else 0.0))
+        while True:
+            pair = await self._choose(request, avoid, last_error)
+            if pair is not None:
+                return pair
+            if isinstance(last_error, OverloadedError):
+                raise last_error
+            if loop.time() >= give_up_s:
+                raise self._no_workers() from last_error
+            await asyncio.sleep(_WAIT_STEP_S)
+
+    def _no_workers(self) -> UnavailableError:
+        missing = [role for role in ("prefill", "decode") if not self._directory.usable(role)]
+        what = " and no ".join(missing) if missing else "suitable"
+        return UnavailableError(f"no {what} worker is ready; try again shortly", retry_after_s=1.0)
+
+    async def _choose(self, request: EngineRequest, avoid: set[Holder], last_error: PagewireError | None) -> _Pair | None:
+        prefill, decode = self._directory.usable("prefill"), self._directory.usable("decode")
+        dtype = self._directory.dtype
+        if not decode or dtype is None:
+            return None
+        span = start_span(self._tracer, SPAN_ROUTE, request.traceparent)
+        try:
+            block_size = self._settings.block_size
+            prompt = request.prompt
+            root = root_hash(self._model_fingerprint, dtype, block_size)
+            facts = RequestFacts(len(prompt.token_ids), block_size, self._settings.local_prefill_max_tokens)
+            hashes = prompt.hashes(root, block_size)[: facts.max_usable_blocks]
+            overlap = await self._index.match([worker.holder for worker in (*prefill, *decode)], hashes)
+            # Those that failed this request are a second choice, except a full one: there it would only wait in the wrong place.
+            is_strict = isinstance(last_error, OverloadedError)
+            by_id: dict[Holder, Worker] = {worker.holder: worker for worker in (*prefill, *decode)}
+            route = select(facts, _candidates(prefill, overlap, avoid, is_strict), _candidates(decode, overlap, avoid, is_strict))
+            if route is None:
+                return None
+            self._metrics.count_route("local" if route.is_local else "remote")
+            span.set_attributes(
+                {
+                    "pagewire.route.prefill": route.prefill.worker_id if route.prefill else "",
+                    "pagewire.route.decode": route.decode.worker_id,
+                    "pagewire.route.is_local": route.is_local,
+                    "pagewire.route.prefill_overlap_blocks": route.prefill_overlap_blocks,
+                    "pagewire.route.decode_overlap_blocks": route.decode_overlap_blocks,
+                    "pagewire.route.predicted_ms": route.predicted_ms,
+                    "pagewire.route.num_prompt_blocks": len(hashes),
+                }
+            )
+            decode_worker = by_id[Holder(route.decode.worker_id, route.decode.incarnation)]
+            prefill_worker = by_id[Holder(route.prefill.worker_id, route.prefill.incarnation)] if route.prefill else None
+            return _Pair(route, decode_worker, prefill_worker)
+        finally:
+            span.end()
+
+    async def _attempt(self, request: EngineRequest, request_id: str, attempt: int, pair: _Pair) -> AsyncGenerator[RequestOutput, None]:
+        loop = asyncio.get_running_loop()
+        mailbox: asyncio.Queue[Mail] = asyncio.Queue()
+        timer = loop.call_at(request.deadline_s, mailbox.put_nowait, _Deadline())
+        decode, prefill = pair.decode, pair.prefill
+        decode.client.register(request_id, mailbox.put_nowait)
+        if prefill is not None:
+            prefill_worker = prefill
+            prefill.client.register(request_id, lambda mail: self._note_prefill(prefill_worker, request_id, mail))
+        self._count_load(request, request_id, pair)
+        next_index = 0
+        is_finished = False
+        try:
+            self._send(request, request_id, attempt, pair)
+            while not is_finished:
+                mail = await mailbox.get()
+                if isinstance(mail, RequestOutput):
+                    if mail.index != next_index or mailbox.qsize() > request.sampling.max_tokens + 2:
+                        message = f"decode worker sent token {mail.index} where {next_index} was due"
+                        raise _RetryableFailure(WorkerFailedError(message), decode.holder)
+                    if next_index == 0 and prefill is not None:
+                        prefill.release(request_id)
+                    next_index += 1
+                    is_finished = mail.finish_reason is not None
+                    if is_finished:
+                        self._metrics.preemptions.inc(mail.num_preemptions)
+                    yield mail
+                elif isinstance(mail, WorkerTiming):
+                    self._metrics.observe_timing(mail)
+                elif isinstance(mail, RequestFailed):
+                    error = _as_error(mail)
+                    if mail.retryable and not isinstance(error, (InvalidRequestError, DeadlineExceededError)):
+                        raise _RetryableFailure(error, decode.holder)
+                    raise error
+                elif isinstance(mail, WorkerGone):
+                    raise _RetryableFailure(WorkerFailedError(mail.reason, retry_after_s=1.0), decode.holder)
+                else:
+                    raise DeadlineExceededError(f"the request did not finish within {self._settings.request_timeout_s:g} s")
+        finally:
+            timer.cancel()
+            for worker in (decode, prefill):
+                if worker is None:
+                    continue
+                worker.release(request_id)
+                worker.client.unregister(request_id)
+                if not is_finished:
+                    worker.client.send(AbortRequest(request_id=request_id, reason="the router no longer waits for it"))
+
+    def _count_load(self, request: EngineRequest, request_id: str, pair: _Pair) -> None:
+        num_tokens, block_size = len(request.prompt.token_ids), self._settings.block_size
+        if pair.prefill is None:
+            pair.decode.assign(request_id, num_tokens - pair.route.decode_overlap_blocks * block_size)
+        else:
+            pair.decode.assign(request_id, 0)
+            pair.prefill.assign(request_id, num_tokens - pair.route.prefill_overlap_blocks * block_size)
+
+    def _send(self, request: EngineRequest, request_id: str, attempt: int, pair: _Pair) -> None:
+        """Decode first: it reserves while the other message is still on its way. Neither waits for the other."""
+        transfer_id = new_transfer_id() if pair.prefill is not None else None
+        left_s = max(0.0, request.deadline_s - asyncio.get_running_loop().time())
+        decode_request = DecodeRequest(
+            request_id=request_id,
+            transfer_id=transfer_id,
+            attempt=attempt,
+            token_ids=request.prompt.token_ids,
+            sampling=request.sampling,
+            cache_salt=request.prompt.cache_salt,
+            deadline_s=left_s,
+            priority=request.priority,
+            traceparent=request.traceparent,
+        )
+        if not pair.decode.client.send(decode_request):
+            raise _RetryableFailure(WorkerFailedError("the decode worker takes no messages"), pair.decode.holder)
+        if pair.prefill is None or transfer_id is None:
+            return
+        record = pair.decode.record
+        prefill_request = PrefillRequest(
+            request_id=request_id,
+            transfer_id=transfer_id,
+            attempt=attempt,
+            token_ids=request.prompt.token_ids,
+            cache_salt=request.prompt.cache_salt,
+            decode=KVPeer(worker_id=record.worker_id, ctrl_endpoint=record.kv_ctrl_endpoint or "", incarnation=record.incarnation),
+            deadline_s=left_s,
+            priority=request.priority,
+            traceparent=request.traceparent,
+        )
+        if not pair.prefill.client.send(prefill_request):
+            raise _RetryableFailure(WorkerFailedError("the prefill worker takes no messages"), pair.prefill.holder)
+
+    def _note_prefill(self, worker: Worker, request_id: str, mail: WorkerMessage | WorkerGone) -> None:
+        """News from prefill are for the books only: decode learns of a failure through the transfer, and what decode says counts."""
+        if isinstance(mail, WorkerTiming):
+            self._metrics.observe_timing(mail)
+        worker.release(request_id)
+
+
+def _candidates(workers: Sequence[Worker], overlap: dict[Holder, int], avoid: set[Holder], is_strict: bool) -> list[Candidate]:
+    preferred = [worker for worker in workers if worker.holder not in avoid]
+    chosen = preferred if preferred or is_strict else workers
+    return [worker.candidate(overlap.get(worker.holder, 0)) for worker in chosen]
+
+
+def _as_error(failure: RequestFailed) -> PagewireError:
+    error_class = _ERROR_CLASSES.get(failure.error_type, WorkerFailedError)
+    retry_after_s = failure.retry_after_s
+    if retry_after_s is None and error_class is OverloadedError:
+        retry_after_s = 1.0
+    return error_class(failure.message, retry_after_s=retry_after_s)
+
+
+def sibling(request: EngineRequest, index: int, request_id: str) -> EngineRequest:
+    """The same prompt for choice `index`: its own id and its own stream of random numbers."""
+    sampling = request.sampling.model_copy(update={"sequence_index": index})
+    return dataclasses.replace(request, request_id=request_id, sampling=sampling)

@@ -1,0 +1,210 @@
+"""From a parsed body to a planned answer: names and limits checked, template applied, tokens made, one engine request a choice."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from opentelemetry.trace import Tracer
+
+from services.router.answer_format import AnswerFormat, AnswerHead, ChatFormat, CompletionFormat, Usage
+from services.router.choice import ChoiceAssembler, TextOptions
+from services.router.dispatcher import Dispatcher, EngineRequest, Prompt, sibling
+from services.router.in_flight import InFlightLimit
+from services.router.metrics import RouterMetrics
+from services.router.observation import Receipt, RequestObservation
+from services.router.openai_types import (
+    DEFAULT_COMPLETION_MAX_TOKENS,
+    ChatCompletionRequest,
+    ChatMessage,
+    CompletionRequest,
+    GenerationRequest,
+    TokenizeRequest,
+)
+from services.router.served_model import ServedModel, resolve_max_tokens
+from services.router.streaming import AnswerOptions, GenerationResponse, PlannedChoice
+from services.router.workers import WorkerDirectory
+from shared.config import Settings
+from shared.errors import InvalidRequestError, PagewireError
+from shared.ids import new_request_id
+from shared.telemetry import OPERATION_CHAT, OPERATION_COMPLETION, SPAN_TOKENIZE, start_span
+
+IGNORED_FIELDS_HEADER = "x-pagewire-ignored-fields"
+_MAX_HEADER_CHARACTERS = 512
+_FIELD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+@dataclass(frozen=True)
+class _TokenizedPrompt:
+    token_ids: list[int]
+    echo: str = ""
+
+
+class Frontend:
+    """Stateless between requests but for the number in flight."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        directory: WorkerDirectory,
+        dispatcher: Dispatcher,
+        metrics: RouterMetrics,
+        tracer: Tracer,
+        settings: Settings,
+    ) -> None:
+        self._model = model
+        self._directory = directory
+        self._dispatcher = dispatcher
+        self._metrics = metrics
+        self._tracer = tracer
+        self._settings = settings
+        self._in_flight = InFlightLimit(settings.max_num_requests, lambda count: metrics.in_flight.set(count))
+
+    @property
+    def max_model_len(self) -> int:
+        return self._directory.max_model_len(self._model.max_model_len)
+
+    async def complete(self, body: CompletionRequest, receipt: Receipt) -> GenerationResponse:
+        """Raises what is wrong with the request; what goes wrong later is in the response."""
+        head = self._head("cmpl")
+        answer_format = CompletionFormat(head, self._model.tokenizer)
+        observation = self._observe(OPERATION_COMPLETION, head, body, receipt)
+        with _failing(observation):
+            self._check(body)
+            prompts = body.prompts()
+            self._in_flight.check(len(prompts) * body.num_choices)
+            with self._tokenizing(observation) as sizes:
+                tokenized = [await self._tokenize_prompt(body, prompt) for prompt in prompts]
+                sizes.extend(len(prompt.token_ids) for prompt in tokenized)
+            choices = self._plan(body, tokenized, head, observation, DEFAULT_COMPLETION_MAX_TOKENS, continues_text=True)
+        return self._response(body, choices, answer_format, observation)
+
+    async def chat(self, body: ChatCompletionRequest, receipt: Receipt) -> GenerationResponse:
+        """As `complete`, for a conversation; by default the answer may fill the context."""
+        head = self._head("chatcmpl")
+        answer_format = ChatFormat(head, self._model.tokenizer)
+        observation = self._observe(OPERATION_CHAT, head, body, receipt)
+        with _failing(observation):
+            self._check(body)
+            self._in_flight.check(body.num_choices)
+            with self._tokenizing(observation) as sizes:
+                token_ids = await self._tokenize_chat(
+                    body.messages, body.add_generation_prompt is not False, body.add_special_tokens is not False
+                )
+                sizes.append(len(token_ids))
+            choices = self._plan(body, [_TokenizedPrompt(token_ids)], head, observation, None, continues_text=False)
+        return self._response(body, choices, answer_format, observation)
+
+    async def tokenize(self, body: TokenizeRequest) -> list[int]:
+        """Token ids of a text or of a conversation, exactly as a completion or chat request would make them."""
+        self._model.check_name(body.model)
+        add_special_tokens = body.add_special_tokens is not False
+        if body.messages is not None:
+            return await self._tokenize_chat(body.messages, body.add_generation_prompt is not False, add_special_tokens)
+        if body.prompt is None:
+            raise InvalidRequestError("give a prompt (text) or messages (a conversation)", param="prompt")
+        return await self._model.encode(body.prompt, add_special_tokens)
+
+    def _check(self, body: GenerationRequest) -> None:
+        self._model.check_name(body.model)
+        body.check_offered()
+        body.check_token_ids(self._model.vocab_size)
+
+    def _head(self, prefix: str) -> AnswerHead:
+        return AnswerHead(new_request_id(prefix), int(time.time()), self._model.name)
+
+    def _observe(self, operation: str, head: AnswerHead, body: GenerationRequest, receipt: Receipt) -> RequestObservation:
+        return RequestObservation(self._tracer, self._metrics, receipt, operation, self._model.name, head.answer_id, body)
+
+    @contextmanager
+    def _tokenizing(self, observation: RequestObservation) -> Iterator[list[int]]:
+        span = start_span(self._tracer, SPAN_TOKENIZE, observation.traceparent)
+        sizes: list[int] = []
+        try:
+            yield sizes
+        finally:
+            span.set_attribute("pagewire.num_prompt_tokens", sum(sizes))
+            span.end()
+
+    async def _tokenize_prompt(self, body: CompletionRequest, prompt: str | list[int]) -> _TokenizedPrompt:
+        if isinstance(prompt, str):
+            token_ids = await self._model.encode(prompt, body.add_special_tokens is not False)
+            return _TokenizedPrompt(token_ids, prompt if body.echo else "")
+        self._model.check_prompt_ids(prompt)
+        echo = self._model.tokenizer.decode(prompt, body.skip_special_tokens is not False) if body.echo else ""
+        return _TokenizedPrompt(prompt, echo)
+
+    async def _tokenize_chat(self, messages: Sequence[ChatMessage], add_generation_prompt: bool, add_special_tokens: bool) -> list[int]:
+        text = await self._model.render([message.as_template_input() for message in messages], add_generation_prompt)
+        return await self._model.encode(text, add_special_tokens)
+
+    def _plan(
+        self,
+        body: GenerationRequest,
+        prompts: Sequence[_TokenizedPrompt],
+        head: AnswerHead,
+        observation: RequestObservation,
+        default_max_tokens: int | None,
+        continues_text: bool,
+    ) -> list[PlannedChoice]:
+        """Choices in the order of the API: all of the first prompt, then all of the second."""
+        deadline_s = asyncio.get_running_loop().time() + self._settings.request_timeout_s
+        choices: list[PlannedChoice] = []
+        for prompt_index, prompt in enumerate(prompts):
+            num_tokens = len(prompt.token_ids)
+            if num_tokens == 0:
+                raise InvalidRequestError("the prompt has no tokens", param="prompt")
+            max_tokens = resolve_max_tokens(body.requested_max_tokens, default_max_tokens, num_tokens, self.max_model_len)
+            sampling = body.sampling(max_tokens, self._model.vocab_size)
+            options = TextOptions(
+                stops=body.stop or (),
+                include_stop=bool(body.include_stop_str_in_output),
+                skip_special_tokens=body.skip_special_tokens is not False,
+                continues_text=continues_text,
+                min_tokens=sampling.min_tokens,
+            )
+            first = EngineRequest(
+                request_id=head.answer_id,
+                prompt=Prompt(tuple(prompt.token_ids), body.cache_salt or None),
+                sampling=sampling,
+                priority=body.priority or 0,
+                traceparent=observation.traceparent,
+                deadline_s=deadline_s,
+            )
+            # A prompt without a full block leaves nothing to reuse, so its choices need not wait for each other.
+            leaves_blocks = num_tokens > self._settings.block_size
+            for choice_index in range(body.num_choices):
+                request = sibling(first, choice_index, f"{head.answer_id}-{len(choices)}")
+                assembler = ChoiceAssembler(self._model.tokenizer, options)
+                is_leader = choice_index == 0
+                choices.append(
+                    PlannedChoice(request, assembler, prompt_index, is_leader, leaves_blocks and not is_leader, prompt.echo)
+                )
+        return choices
+
+    def _response(
+        self, body: GenerationRequest, choices: list[PlannedChoice], answer_format: AnswerFormat, observation: RequestObservation
+    ) -> GenerationResponse:
+        options = AnswerOptions(bool(body.stream), body.include_usage, body.continuous_usage)
+        headers = {}
+        ignored = ",".join(name for name in body.ignored_fields() if _FIELD_NAME.fullmatch(name))
+        if ignored:
+            headers[IGNORED_FIELDS_HEADER] = ignored[:_MAX_HEADER_CHARACTERS]
+        return GenerationResponse(self._dispatcher.generate, choices, answer_format, options, observation, self._in_flight, headers)
+
+
+@contextmanager
+def _failing(observation: RequestObservation) -> Iterator[None]:
+    """An error before the answer begins ends the observation, and goes on to become an HTTP error."""
+    try:
+        yield
+    except PagewireError as error:
+        observation.fail(error, Usage())
+        raise
+    except BaseException:
+        observation.abandon()
+        raise

@@ -1,0 +1,94 @@
+"""What every request meets first: its time of arrival and id, and what every response leaves with: the id and a count.
+
+Plain ASGI, outermost, so that the arrival is stamped before any other code of ours runs. Errors that reach this edge are bugs:
+they are logged and answered in the OpenAI error object.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.router.error_object import status_response
+from services.router.observation import Receipt
+from shared.errors import InvalidRequestError
+from shared.ids import new_request_id
+
+_logger = logging.getLogger(__name__)
+MAX_BODY_BYTES = 10 << 20
+REQUEST_ID_HEADER = "x-request-id"
+_RECEIPT_KEY = "pagewire.receipt"
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class BodyTooLargeError(InvalidRequestError):
+    http_status = 413
+
+
+class UnsupportedMediaTypeError(InvalidRequestError):
+    http_status = 415
+
+
+class HttpEdge:
+    """`count(route, status)` gets the route's template, never the path a client made up."""
+
+    def __init__(self, app: ASGIApp, count: Callable[[str, int], None]) -> None:
+        self._app = app
+        self._count = count
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given_id = headers.get(REQUEST_ID_HEADER, "")
+        request_id = given_id if _REQUEST_ID.fullmatch(given_id) else new_request_id("req")
+        scope[_RECEIPT_KEY] = Receipt.now(headers.get("traceparent", ""), request_id)
+        status = 0
+
+        async def send_stamped(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_stamped)
+        except Exception:
+            _logger.exception("request failed")
+            if status == 0:
+                await status_response(500, "internal error; the log of the router has the details")(scope, receive, send_stamped)
+        finally:
+            route = scope.get("route")
+            self._count(getattr(route, "path", "unknown"), status)
+
+
+def receipt_of(request: Request) -> Receipt:
+    receipt: Receipt = request.scope[_RECEIPT_KEY]
+    return receipt
+
+
+async def read_json_body(request: Request) -> bytes:
+    """The body, at most MAX_BODY_BYTES. Raises BodyTooLargeError, UnsupportedMediaTypeError."""
+    media_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if media_type != "application/json" and not media_type.endswith("+json"):
+        raise UnsupportedMediaTypeError(f"content-type {media_type[:100]!r} is not supported; send application/json")
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
+        raise BodyTooLargeError(f"the body has {declared} bytes; at most {MAX_BODY_BYTES} are taken")
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > MAX_BODY_BYTES:
+            raise BodyTooLargeError(f"the body has more than {MAX_BODY_BYTES} bytes")
+        parts.append(part)
+    return b"".join(parts)
+
+

@@ -1,0 +1,355 @@
+"""What a client may send to /v1/completions and /v1/chat/completions, validated once.
+
+null means absent. A field that would change the answer and is not offered is refused by name when it is set to anything but its
+default; any other unknown field is accepted, ignored, and named in the response header x-pagewire-ignored-fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+
+from shared.errors import InvalidRequestError
+from shared.sampling_params import SamplingParams
+
+MAX_CHOICES = 16
+MAX_STOPS = 16
+MAX_LOGIT_BIASES = 1024
+MAX_PROMPTS = 256
+DEFAULT_COMPLETION_MAX_TOKENS = 16
+_INT64 = 2**63
+
+# Fields that would change the answer, with the values (besides null) that ask for nothing.
+NOT_OFFERED: Mapping[str, tuple[object, ...]] = {
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "early_stopping": (False,),
+    "prompt_logprobs": (),
+    "truncate_prompt_tokens": (),
+    "bad_words": ([],),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": ({},),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "json_schema": (),
+    "regex": (),
+    "ebnf": (),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "functions": ([],),
+    "function_call": ("none",),
+    "modalities": (["text"],),
+    "audio": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "logits_processors": ([],),
+    "kv_transfer_params": ({},),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "prompt_embeds": (),
+    "lora_path": (),
+}
+
+
+def _check_prompt(value: Any) -> Any:
+    """One plain pass with a clear message instead of four nested attempts at a union."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError("must be a string, a list of strings, a list of token ids, or a list of lists of token ids")
+    if value and isinstance(value[0], list):
+        if not all(isinstance(item, list) and _are_ids(item) for item in value):
+            raise ValueError("every item of a list of lists must be a list of integer token ids")
+    elif not (all(isinstance(item, str) for item in value) or _are_ids(value)):
+        raise ValueError("items must be all strings, all integer token ids, or all lists of integer token ids")
+    return value
+
+
+def _are_ids(items: list[Any]) -> bool:
+    return all(type(item) is int for item in items)
+
+
+def _check_stop(value: Any) -> Any:
+    if value is None:
+        return None
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(item, str) for item in stops):
+        raise ValueError("must be a string or a list of strings")
+    if len(stops) > MAX_STOPS:
+        raise ValueError(f"at most {MAX_STOPS} stop strings are allowed, got {len(stops)}")
+    if not all(stops):
+        raise ValueError("a stop string must not be empty")
+    return stops
+
+
+def _check_logit_bias(value: Any) -> Any:
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise ValueError("must be an object of token id to bias")
+    if len(value) > MAX_LOGIT_BIASES:
+        raise ValueError(f"at most {MAX_LOGIT_BIASES} entries are allowed, got {len(value)}")
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        # isdecimal, not int(): " 5", "+5" and "5_0" are not token ids.
+        if not (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 20):
+            raise ValueError(f"key {str(key)[:40]!r} is not a token id")
+        if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not -100 <= bias <= 100:
+            raise ValueError(f"the bias of token {key} must be a number from -100 to 100")
+        biases[int(key)] = float(bias)
+    return biases
+
+
+Prompt = str | list[str] | list[int] | list[list[int]]
+PromptField = Annotated[
+    Any,
+    BeforeValidator(_check_prompt),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}},
+                {"type": "array", "items": {"type": "integer"}},
+                {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+            ]
+        }
+    ),
+]
+StopField = Annotated[
+    list[str] | None,
+    BeforeValidator(_check_stop),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}),
+]
+LogitBiasField = Annotated[
+    dict[int, float] | None,
+    BeforeValidator(_check_logit_bias),
+    WithJsonSchema({"anyOf": [{"type": "object", "additionalProperties": {"type": "number"}}, {"type": "null"}]}),
+]
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationRequest(BaseModel):
+    """The fields that completions and chat share."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=1, lt=_INT64)
+    temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=_INT64)
+    min_p: float | None = Field(None, ge=0, le=1)
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    best_of: int | None = None
+    seed: int | None = Field(None, ge=-_INT64, lt=_INT64)
+    stop: StopField = None
+    stop_token_ids: list[int] | None = Field(None, max_length=1024)
+    ignore_eos: bool | None = None
+    min_tokens: int | None = Field(None, ge=0, lt=_INT64)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, allow_inf_nan=False)
+    logit_bias: LogitBiasField = None
+    allowed_token_ids: list[int] | None = Field(None, min_length=1)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    cache_salt: str | None = Field(None, max_length=1024)
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    add_special_tokens: bool | None = None
+    priority: int | None = Field(None, ge=-_INT64, lt=_INT64)
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def requested_max_tokens(self) -> int | None:
+        """The limit the client named, if it named one."""
+        return self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many alternatives a token's logprobs list; None: no logprobs at all (0 still gives the token's own)."""
+        return None
+
+    def ignored_fields(self) -> list[str]:
+        return sorted(name for name in (self.model_extra or {}) if name not in NOT_OFFERED)
+
+    def check_offered(self) -> None:
+        """Raises InvalidRequestError naming the first field that asks for something not offered here."""
+        for name, value in (self.model_extra or {}).items():
+            if name in NOT_OFFERED and value is not None and not any(_same(value, default) for default in NOT_OFFERED[name]):
+                raise InvalidRequestError(f"{name} is not supported by this server; leave it out", param=name)
+        if self.best_of is not None and self.best_of != self.num_choices:
+            message = f"best_of {self.best_of} is not supported: it must equal n ({self.num_choices}) or be left out"
+            raise InvalidRequestError(message, param="best_of")
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError("stream_options is only allowed when stream is true", param="stream_options")
+
+    def check_token_ids(self, vocab_size: int) -> None:
+        """Raises InvalidRequestError for a token id outside the vocabulary, before any worker indexes with it."""
+        for name, token_ids in (
+            ("stop_token_ids", self.stop_token_ids),
+            ("allowed_token_ids", self.allowed_token_ids),
+            ("logit_bias", self.logit_bias),
+        ):
+            for token_id in token_ids or ():
+                if not 0 <= token_id < vocab_size:
+                    raise InvalidRequestError(f"{name}: token id {token_id} is outside the vocabulary (0 to {vocab_size - 1})", param=name)
+
+    def sampling(self, max_tokens: int, vocab_size: int) -> SamplingParams:
+        """The frozen parameters for choice 0; `max_tokens` as resolved against the context length."""
+        min_tokens = self.min_tokens or 0
+        if min_tokens > max_tokens:
+            raise InvalidRequestError(f"min_tokens ({min_tokens}) must not be greater than max_tokens ({max_tokens})", param="min_tokens")
+        return SamplingParams(
+            temperature=_or(self.temperature, 1.0),
+            top_p=_or(self.top_p, 1.0),
+            top_k=min(_or(self.top_k, -1), vocab_size),
+            min_p=_or(self.min_p, 0.0),
+            presence_penalty=_or(self.presence_penalty, 0.0),
+            frequency_penalty=_or(self.frequency_penalty, 0.0),
+            repetition_penalty=_or(self.repetition_penalty, 1.0),
+            logit_bias=self.logit_bias or {},
+            allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+            seed=self.seed,
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            num_logprobs=self.num_logprobs,
+        )
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: PromptField
+    logprobs: int | None = Field(None, ge=0, le=5)
+    echo: bool | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    def check_offered(self) -> None:
+        super().check_offered()
+        if self.echo and self.logprobs is not None:
+            raise InvalidRequestError("echo together with logprobs is not supported by this server", param="echo")
+
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts of this request, at least one, none empty."""
+        prompt: Prompt = self.prompt
+        prompts: Any = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
+        if not prompts or not all(prompts):
+            raise InvalidRequestError("prompt must not be empty: this model adds no token of its own to start from", param="prompt")
+        if len(prompts) > MAX_PROMPTS:
+            raise InvalidRequestError(f"at most {MAX_PROMPTS} prompts fit in one request, got {len(prompts)}", param="prompt")
+        return prompts  # type: ignore[no-any-return]
+
+
+class ContentPart(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(BaseModel):
+    """`content` null or missing reads as empty; text parts are joined."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    role: str
+    content: str | list[ContentPart] | None = None
+
+    def as_template_input(self) -> dict[str, Any]:
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
+        return {**(self.model_extra or {}), "role": self.role, "content": content}
+
+
+class ChatCompletionRequest(GenerationRequest):
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = Field(None, ge=1, lt=_INT64)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    add_generation_prompt: bool | None = None
+
+    @property
+    def requested_max_tokens(self) -> int | None:
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def check_offered(self) -> None:
+        super().check_offered()
+        if not self.messages:
+            raise InvalidRequestError("messages must not be empty", param="messages")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+
+
+class TokenizeRequest(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+
+
+class DetokenizeRequest(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+    model: str | None = None
+    tokens: list[int] = Field(max_length=1_000_000)
+
+
+ParsedBody = TypeVar("ParsedBody", bound=BaseModel)
+
+
+def parse_body(body_type: type[ParsedBody], body: bytes) -> ParsedBody:
+    """`body` as `body_type`. Raises InvalidRequestError whose param is the field at fault."""
+    try:
+        return body_type.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        if first["type"] == "json_invalid":
+            raise InvalidRequestError(f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}") from error
+        if not first["loc"]:
+            raise InvalidRequestError("the body must be a JSON object") from error
+        path = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("list[", "function-", "str", "int")))
+        param = str(first["loc"][0])
+        reason = first["msg"].removeprefix("Value error, ")
+        raise InvalidRequestError(f"{path or param}: {reason}", param=param) from error
+
+
+Value = TypeVar("Value")
+
+
+def _or(value: Value | None, default: Value) -> Value:
+    return default if value is None else value
+
+
+def _same(value: object, default: object) -> bool:
+    # False == 0 in Python, but not here.
+    return value == default and isinstance(value, bool) == isinstance(default, bool)

@@ -1,0 +1,69 @@
+"""The model as the router needs it: names, limits, tokenizer, chat template. No weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import time
+from typing import Any
+
+from shared.errors import InvalidRequestError, ModelNotFoundError
+from shared.text.tokenizer import Tokenizer
+
+_INLINE_CHARACTERS = 4096
+"""Longer texts are tokenized in a thread: the event loop has other clients to serve."""
+
+ChatRenderer = Callable[[Sequence[dict[str, Any]], bool], str]
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    name: str
+    fingerprint: str
+    max_model_len: int
+    vocab_size: int
+    """Ids from here on are refused."""
+    tokenizer: Tokenizer
+    render_chat: ChatRenderer | None
+    """Messages and whether to open the assistant's turn -> prompt text. None: the model has no chat template."""
+    created: int = field(default_factory=lambda: int(time()))
+
+    def check_name(self, model: str | None) -> None:
+        """Raises ModelNotFoundError; an absent or empty name means the one model served."""
+        if model and model != self.name:
+            raise ModelNotFoundError(f"the model {model[:100]!r} does not exist; this server serves {self.name!r}", param="model")
+
+    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        if len(text) <= _INLINE_CHARACTERS:
+            return self.tokenizer.encode(text, add_special_tokens)
+        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
+
+    async def render(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool) -> str:
+        """In a thread: a template is a program, and this one's input is the client's."""
+        if self.render_chat is None:
+            raise InvalidRequestError(f"{self.name} has no chat template; use /v1/completions", param="messages")
+        return await asyncio.to_thread(self.render_chat, messages, add_generation_prompt)
+
+    def check_prompt_ids(self, token_ids: Sequence[int]) -> None:
+        """Raises InvalidRequestError for an id outside the vocabulary."""
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self.vocab_size):
+            wrong = next(token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size)
+            raise InvalidRequestError(f"prompt: token id {wrong} is outside the vocabulary (0 to {self.vocab_size - 1})", param="prompt")
+
+
+def resolve_max_tokens(requested: int | None, default: int | None, num_prompt_tokens: int, max_model_len: int) -> int:
+    """How many tokens may be generated: prompt + max_tokens <= max_model_len.
+
+    A limit the client named must fit as it is; a default (None: no limit of its own) is cut to what fits.
+    """
+    room = max_model_len - num_prompt_tokens
+    wanted = requested if requested is not None else default
+    if room < 1 or (requested is not None and requested > room):
+        asked = f"{requested} tokens of output were asked for" if requested is not None else "at least 1 token of output needs room"
+        raise InvalidRequestError(
+            f"this model's maximum context length is {max_model_len} tokens; the prompt has {num_prompt_tokens} tokens and {asked}: "
+            "shorten the prompt or lower max_tokens",
+            param="prompt" if room < 1 else "max_tokens",
+        )
+    return room if wanted is None else min(wanted, room)

@@ -1,0 +1,126 @@
+"""The router's line to one worker incarnation: a DEALER socket, a reader that hands each message to its request, a monitor.
+
+The monitor makes the death of a worker's process known within milliseconds; a worker that hangs is found by its lease.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import NamedTuple, cast
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
+
+from shared.errors import ProtocolError
+from shared.messages import Message, WorkerMessage, decode_worker_message, encode
+
+_logger = logging.getLogger(__name__)
+_HEARTBEAT_INTERVAL_MS = 1000
+_HEARTBEAT_TIMEOUT_MS = 5000
+_MAX_MESSAGE_BYTES = 4 << 20
+_SEND_QUEUE_LENGTH = 1000
+_BURST = 64
+
+
+class WorkerGone(NamedTuple):
+    """Handed to every request of a worker that died."""
+
+    reason: str
+
+
+Handler = Callable[[WorkerMessage | WorkerGone], None]
+
+
+class WorkerClient:
+    """Not thread-safe: everything happens on the event loop that called `start`."""
+
+    def __init__(self, context: zmq.asyncio.Context, worker_id: str, endpoint: str, on_disconnect: Callable[[], None]) -> None:
+        self._worker_id = worker_id
+        self._endpoint = endpoint
+        self._on_disconnect = on_disconnect
+        self._socket = context.socket(zmq.DEALER)
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.SNDHWM, _SEND_QUEUE_LENGTH),
+            (zmq.RCVHWM, 0),
+            (zmq.IMMEDIATE, 1),
+            (zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES),
+            (zmq.HEARTBEAT_IVL, _HEARTBEAT_INTERVAL_MS),
+            (zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS),
+            (zmq.RECONNECT_IVL, 100),
+            (zmq.RECONNECT_IVL_MAX, 500),
+        ):
+            self._socket.setsockopt(option, value)
+        self._handlers: dict[str, Handler] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._is_closed = False
+        self.is_connected = False
+        self.num_invalid_messages = 0
+
+    def start(self) -> None:
+        monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._socket.connect(self._endpoint)
+        self._tasks = [asyncio.create_task(self._watch(monitor)), asyncio.create_task(self._receive())]
+
+    def register(self, request_id: str, handler: Handler) -> None:
+        """`handler` gets every message about `request_id`, on the event loop, until `unregister`. It must not block or raise."""
+        self._handlers[request_id] = handler
+
+    def unregister(self, request_id: str) -> None:
+        self._handlers.pop(request_id, None)
+
+    def send(self, message: Message) -> bool:
+        """Hand `message` to the socket without waiting. False: the worker is gone or takes nothing in."""
+        if self._is_closed:
+            return False
+        # With NOBLOCK the future is done on return: nothing here can be cancelled half-way.
+        sent = cast("asyncio.Future[object]", self._socket.send(encode(message), flags=zmq.NOBLOCK))
+        return sent.done() and sent.exception() is None
+
+    def close(self, reason: str) -> None:
+        """Tell every request that the worker is gone, and drop what is queued for it."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.is_connected = False
+        current = asyncio.current_task()
+        for task in self._tasks:
+            if task is not current:
+                task.cancel()
+        self._socket.disable_monitor()
+        self._socket.close(linger=0)
+        handlers, self._handlers = self._handlers, {}
+        for handler in handlers.values():
+            handler(WorkerGone(reason))
+
+    async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
+        while not self._is_closed:
+            event = parse_monitor_message(await monitor.recv_multipart())["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.is_connected = True
+            elif event == zmq.EVENT_DISCONNECTED and self.is_connected:
+                self._on_disconnect()
+                return
+
+    async def _receive(self) -> None:
+        num_received = 0
+        while not self._is_closed:
+            frame = await self._socket.recv()
+            num_received += 1
+            try:
+                message = decode_worker_message(frame)
+            except ProtocolError as error:
+                self.num_invalid_messages += 1
+                if self.num_invalid_messages == 1:
+                    _logger.warning("worker %s sent a message that cannot be read: %s", self._worker_id, error)
+                continue
+            # Messages about requests that have ended are expected: the abort and they crossed.
+            handler = self._handlers.get(message.request_id)
+            if handler is not None:
+                handler(message)
+            if num_received % _BURST == 0:
+                # A socket that always has a message never suspends this task.
+                await asyncio.sleep(0)

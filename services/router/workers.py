@@ -1,0 +1,238 @@
+"""Which workers there are: the records in Redis, read every POLL_INTERVAL_S, joined with the state of each worker's connection.
+
+While Redis does not answer, the last known table stays in use. A worker is gone when its connection breaks (milliseconds), when
+its lease has run out, when another incarnation took its name, or when it left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import redis
+import redis.asyncio
+import zmq.asyncio
+
+from services.router.policy import Candidate
+from services.router.worker_client import WorkerClient
+from shared.cache.prefix_index import Holder
+from shared.cache.redis_prefix_index import SOCKET_TIMEOUT_S
+from shared.clock import Clock
+from shared.membership import WorkerRecord, parse_record, worker_key, workers_key
+
+_logger = logging.getLogger(__name__)
+POLL_INTERVAL_S = 0.2
+_FORGET_ID_AFTER_S = 60.0
+WorkerRole = Literal["prefill", "decode"]
+
+
+@dataclass(eq=False)
+class Worker:
+    """One incarnation of a worker, its connection, and what this router has given it to do."""
+
+    record: WorkerRecord
+    client: WorkerClient
+    num_assigned: int = 0
+    outstanding: dict[str, int] = field(default_factory=dict)
+    """Requests sent and not yet done here, with the prompt tokens each still has to compute."""
+    missing_since_s: float | None = None
+
+    @property
+    def holder(self) -> Holder:
+        return Holder(self.record.worker_id, self.record.incarnation)
+
+    def candidate(self, overlap_blocks: int) -> Candidate:
+        """This worker for the policy. The router's own count covers what was sent since the last snapshot."""
+        stats = self.record.stats
+        return Candidate(
+            worker_id=self.record.worker_id,
+            incarnation=self.record.incarnation,
+            overlap_blocks=overlap_blocks,
+            num_requests=max(stats.num_waiting + stats.num_running, len(self.outstanding)),
+            num_waiting_tokens=max(stats.num_waiting_tokens, sum(self.outstanding.values())),
+            tokens_per_s=stats.tokens_per_s,
+            num_blocks_total=self.record.num_blocks,
+            num_blocks_used=stats.num_blocks_used,
+            num_assigned=self.num_assigned,
+        )
+
+    def assign(self, request_id: str, num_tokens: int) -> None:
+        self.num_assigned += 1
+        self.outstanding[request_id] = num_tokens
+
+    def release(self, request_id: str) -> None:
+        self.outstanding.pop(request_id, None)
+
+
+@dataclass(frozen=True)
+class Compatibility:
+    """What a record must say to be used by this router. `dtype` None: that of the first worker that comes."""
+
+    model_fingerprint: str
+    block_size: int
+    dtype: str | None
+
+
+class WorkerDirectory:
+    """Lives on one event loop, from `start` to `close`."""
+
+    def __init__(
+        self,
+        client: redis.asyncio.Redis,
+        context: zmq.asyncio.Context,
+        clock: Clock,
+        namespace: str,
+        lease_s: float,
+        expected: Compatibility,
+    ) -> None:
+        self._client = client
+        self._context = context
+        self._clock = clock
+        self._namespace = namespace
+        self._lease_s = lease_s
+        self._expected = expected
+        self._workers: dict[str, Worker] = {}
+        self._barred_until_s: dict[Holder, float] = {}
+        self._refused: set[Holder] = set()
+        self._unused_since_s: dict[str, float] = {}
+        self._task: asyncio.Task[None] | None = None
+        self.redis_ok = False
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._poll_forever())
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        for worker in list(self._workers.values()):
+            self._remove(worker, "the router is shutting down")
+
+    @property
+    def workers(self) -> list[Worker]:
+        return list(self._workers.values())
+
+    def usable(self, role: WorkerRole) -> list[Worker]:
+        """Connected workers of `role`. One whose record is missing but whose lease may still run is taken only if no other is left."""
+        connected = [worker for worker in self._workers.values() if worker.record.role == role and worker.client.is_connected]
+        return [worker for worker in connected if worker.missing_since_s is None] or connected
+
+    @property
+    def is_ready(self) -> bool:
+        return bool(self.usable("prefill") and self.usable("decode"))
+
+    @property
+    def dtype(self) -> str | None:
+        """The dtype all workers share; None while there is none."""
+        if self._expected.dtype is not None:
+            return self._expected.dtype
+        return next((worker.record.dtype for worker in self._workers.values()), None)
+
+    def max_model_len(self, limit: int) -> int:
+        """The longest sequence that every worker and `limit` allow."""
+        return min([limit, *(worker.record.max_model_len for worker in self._workers.values())])
+
+    async def _poll_forever(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(2 * SOCKET_TIMEOUT_S):
+                    listed_ids, records = await self._read()
+            except (redis.RedisError, OSError, TimeoutError) as error:
+                if self.redis_ok:
+                    _logger.warning("Redis does not answer (%s); routing goes on with the workers known", type(error).__name__)
+                self.redis_ok = False
+            else:
+                self.redis_ok = True
+                try:
+                    self._apply(listed_ids, records)
+                    await self._drop_unused_ids(listed_ids, records)
+                except (redis.RedisError, OSError):
+                    self.redis_ok = False
+                except Exception:
+                    _logger.exception("worker table not updated")
+            await asyncio.sleep(POLL_INTERVAL_S)
+
+    async def _read(self) -> tuple[set[str], dict[str, WorkerRecord]]:
+        """The listed ids and the records that exist: one round trip, two when there is a new id."""
+        known_ids = list(self._workers)
+        async with self._client.pipeline(transaction=False) as pipe:
+            pipe.smembers(workers_key(self._namespace))
+            if known_ids:
+                pipe.mget([worker_key(self._namespace, worker_id) for worker_id in known_ids])
+            replies = await pipe.execute()
+        listed_ids = {member.decode(errors="replace") for member in replies[0]}
+        found = dict(zip(known_ids, replies[1], strict=True)) if known_ids else {}
+        new_ids = sorted(listed_ids.difference(known_ids))
+        if new_ids:
+            values = await self._client.mget([worker_key(self._namespace, worker_id) for worker_id in new_ids])
+            found.update(zip(new_ids, values, strict=True))
+        records = {worker_id: parse_record(value) for worker_id, value in found.items() if value is not None}
+        return listed_ids, {worker_id: record for worker_id, record in records.items() if record is not None}
+
+    def _apply(self, listed_ids: set[str], records: dict[str, WorkerRecord]) -> None:
+        now_s = self._clock.now_s()
+        for worker_id, worker in list(self._workers.items()):
+            record = records.get(worker_id)
+            if record is not None and record.incarnation != worker.record.incarnation:
+                self._remove(worker, "it was restarted")
+            elif record is not None:
+                worker.record = record
+                worker.missing_since_s = None
+            elif worker_id in listed_ids:
+                self._remove(worker, "its lease ran out")
+            else:
+                # It left in order, or Redis came back empty: then the worker will register again within its lease.
+                worker.missing_since_s = now_s if worker.missing_since_s is None else worker.missing_since_s
+                if now_s - worker.missing_since_s > self._lease_s + 0.5:
+                    self._remove(worker, "it left")
+        self._barred_until_s = {holder: until_s for holder, until_s in self._barred_until_s.items() if until_s > now_s}
+        for worker_id, record in records.items():
+            holder = Holder(worker_id, record.incarnation)
+            if worker_id not in self._workers and holder not in self._barred_until_s and self._is_compatible(holder, record):
+                self._add(record)
+
+    def _is_compatible(self, holder: Holder, record: WorkerRecord) -> bool:
+        dtype = self.dtype
+        for name, ours, theirs in (
+            ("model_fingerprint", self._expected.model_fingerprint, record.model_fingerprint),
+            ("block_size", self._expected.block_size, record.block_size),
+            ("dtype", dtype or record.dtype, record.dtype),
+        ):
+            if ours != theirs:
+                if holder not in self._refused:
+                    _logger.warning("worker %s is refused: its %s is %r, this router's is %r", holder.worker_id, name, theirs, ours)
+                    self._refused.add(holder)
+                return False
+        return True
+
+    def _add(self, record: WorkerRecord) -> None:
+        client = WorkerClient(self._context, record.worker_id, record.rpc_endpoint, lambda: self._disconnected(worker))
+        worker = Worker(record, client)
+        self._workers[record.worker_id] = worker
+        client.start()
+        _logger.info("worker %s (%s) joined at %s", record.worker_id, record.role, record.rpc_endpoint)
+
+    def _disconnected(self, worker: Worker) -> None:
+        # Its record lives on for up to a lease. If it is still there after that, only the connection broke: then it may come back.
+        self._barred_until_s[worker.holder] = self._clock.now_s() + self._lease_s + 2 * POLL_INTERVAL_S
+        self._remove(worker, "its connection broke")
+
+    def _remove(self, worker: Worker, reason: str) -> None:
+        if self._workers.get(worker.record.worker_id) is worker:
+            del self._workers[worker.record.worker_id]
+            _logger.warning("worker %s (%s) is gone: %s", worker.record.worker_id, worker.record.role, reason)
+        worker.client.close(f"worker {worker.record.worker_id} is gone: {reason}")
+
+    async def _drop_unused_ids(self, listed_ids: Iterable[str], records: dict[str, WorkerRecord]) -> None:
+        """Ids of workers that died long ago leave the list; a live worker adds its own again with each renewal."""
+        now_s = self._clock.now_s()
+        unused = {worker_id for worker_id in listed_ids if worker_id not in records and worker_id not in self._workers}
+        self._unused_since_s = {worker_id: self._unused_since_s.get(worker_id, now_s) for worker_id in unused}
+        old = [worker_id for worker_id, since_s in self._unused_since_s.items() if now_s - since_s > _FORGET_ID_AFTER_S]
+        if old:
+            await self._client.srem(workers_key(self._namespace), *old)
