@@ -1,0 +1,143 @@
+"""The `pagewire` command. Only what every command needs is imported here; each command imports its own, so --help is instant."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from shared.errors import ConfigurationError, PagewireError
+
+app = typer.Typer(
+    name="pagewire",
+    help="Serve a language model with prefill and decode on separate services.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Model = Annotated[str | None, typer.Option(help="'smollm2' (packaged), a .gguf file, a Hugging Face directory, or a Hub id.")]
+RedisUrl = Annotated[str | None, typer.Option("--redis", help="Redis URL. Default: REDIS_URL, else one is started.")]
+Json = Annotated[bool, typer.Option("--json", help="Machine-readable output: one JSON object a line.")]
+Url = Annotated[str, typer.Option(help="Where the router listens.", envvar="PAGEWIRE_URL")]
+
+
+@app.command()
+def up(
+    model: Model = None,
+    prefill: Annotated[int, typer.Option(min=1, help="Number of prefill workers.")] = 1,
+    decode: Annotated[int, typer.Option(min=1, help="Number of decode workers.")] = 1,
+    host: Annotated[str | None, typer.Option(help="Address the router listens on. Default: 127.0.0.1.")] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port the router listens on. Default: 8000.")] = None,
+    redis: RedisUrl = None,
+    as_json: Json = False,
+) -> None:
+    """Start the whole system on this machine and serve until Ctrl-C."""
+    from services.local.stack import Stack, StackPlan
+    from shared.config import load_settings
+
+    import os  # isort: skip
+
+    settings = load_settings("router", model=model, host=host, port=port)
+    redis_url = redis or os.environ.get("REDIS_URL") or os.environ.get("PAGEWIRE_REDIS_URL") or None
+    raise typer.Exit(Stack(StackPlan(settings, prefill, decode, redis_url, as_json)).run())
+
+
+@app.command()
+def router(
+    model: Model = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port to listen on.")] = None,
+    redis: RedisUrl = None,
+) -> None:
+    """Run one router (as its container does). Further settings: PAGEWIRE_* variables, see the README."""
+    from services.router.__main__ import run
+    from shared.config import load_settings
+
+    raise typer.Exit(run(load_settings("router", model=model, host=host, port=port, redis_url=redis)))
+
+
+@app.command()
+def prefill(model: Model = None, redis: RedisUrl = None) -> None:
+    """Run one prefill worker (as its container does). Further settings: PAGEWIRE_* variables, see the README."""
+    from services.prefill.__main__ import run
+    from shared.config import load_settings
+
+    raise typer.Exit(run(load_settings("prefill", model=model, redis_url=redis)))
+
+
+@app.command()
+def decode(model: Model = None, redis: RedisUrl = None) -> None:
+    """Run one decode worker (as its container does). Further settings: PAGEWIRE_* variables, see the README."""
+    from services.decode.__main__ import run
+    from shared.config import load_settings
+
+    raise typer.Exit(run(load_settings("decode", model=model, redis_url=redis)))
+
+
+@app.command()
+def complete(
+    text: Annotated[str, typer.Argument(help="The prompt.")],
+    url: Url = "http://127.0.0.1:8000",
+    max_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
+    chat: Annotated[bool, typer.Option("--chat", help="Send it as a chat message.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Complete a prompt on a running server; the answer streams to the terminal."""
+    from services.local.completion_client import stream_completion
+
+    body: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
+    for event in stream_completion(url, text, chat, body):
+        if as_json:
+            print(json.dumps(event), flush=True)
+        else:
+            print(event.get("text", ""), end="", flush=True)
+    if not as_json:
+        print()
+
+
+@app.command()
+def doctor(
+    model: Annotated[str, typer.Option(help="The model to look for.")] = "smollm2",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    as_json: Json = False,
+) -> None:
+    """Check this machine (Python, torch, GPU, Redis, ports, shared memory, model) and say what to do. Exit code 1 if it cannot serve."""
+    from services.local.doctor import run_checks, show
+
+    checks = run_checks(model, port)
+    show(checks, as_json)
+    raise typer.Exit(0 if all(check.status != "fail" for check in checks) else 1)
+
+
+@app.command("export-tokenizer")
+def export_tokenizer(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write; made if missing.")],
+    model: Annotated[str, typer.Option(help="The model whose tokenizer it is.")] = "smollm2",
+) -> None:
+    """Write the served model's tokenizer as files that client tools (transformers, load generators) can read."""
+    from shared.model_source import resolve_model
+
+    resolve_model(model).load_tokenizer().save_pretrained(folder)
+    print(folder)
+
+
+def main() -> None:
+    """Entry point: errors of ours are one line on stderr and an exit code (2: cannot start as configured)."""
+    try:
+        app()
+    except ConfigurationError as error:
+        print(f"pagewire: {error.message}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except PagewireError as error:
+        print(f"pagewire: {error.message}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,356 @@
+"""The decode worker: reserves blocks before prefill may send, samples the first token from the hidden state that comes with the
+commit, then generates in continuous batches over its own paged cache.
+
+When a transfer fails it computes the prompt itself (policy "recompute", counted and traced) or reports the failure ("fail").
+A short uncached tail behind a cached prefix never leaves this worker: the router sends it without a transfer.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from opentelemetry.trace import Span, Tracer
+
+from shared import telemetry
+from shared.batch import SchedulerOutput
+from shared.config import Settings
+from shared.engine.engine_core import StepResult
+from shared.engine.sampler import SampledToken, SamplingRow, sample
+from shared.engine.worker_loop import WorkerLoop, deadline_at, milliseconds
+from shared.messages import DecodeRequest, FinishReason, PrefillRequest, RequestFailed, RequestOutput, WorkerTiming
+from shared.model_source import ModelSource
+from shared.request import Request, RequestStatus
+from shared.sampling_params import SamplingParams
+from shared.transport.connector import CommitInfo
+from shared.transport.receiver import KVReceiver
+from shared.weight_reader import PendingWeights
+
+
+@dataclass
+class DecodeJob:
+    """One request on this worker."""
+
+    request: Request
+    router: bytes
+    params: SamplingParams
+    seed: int
+    eos_token_ids: frozenset[int]
+    """Empty when the request ignores EOS."""
+    attempt: int
+    span: Span
+    received_ns: int = field(default_factory=time.time_ns)
+    reserved_ns: int = 0
+    started_ns: int = 0
+    """When its prompt was complete here."""
+    first_token_ns: int = 0
+    num_steps: int = 0
+    num_local_prompt_tokens: int = 0
+    is_recomputed: bool = False
+
+    @property
+    def traceparent(self) -> str:
+        return telemetry.traceparent_of(self.span)
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        return self.eos_token_ids | set(self.params.stop_token_ids)
+
+
+class DecodeWorker(WorkerLoop):
+    role = "decode"
+
+    def __init__(
+        self,
+        source: ModelSource,
+        settings: Settings,
+        tracer: Tracer,
+        progress: Callable[[float], None] | None = None,
+        pending: PendingWeights | None = None,
+    ) -> None:
+        super().__init__(source, settings, tracer, progress, pending)
+        self._jobs: dict[str, DecodeJob] = {}  # by request id
+        self._by_transfer: dict[str, str] = {}
+        self._reserve_queue: deque[DecodeJob] = deque()
+        self._committed: list[tuple[DecodeJob, bytes]] = []
+        self._lock = threading.RLock()
+        self._hidden_nbytes = source.config.hidden_size * self.engine.dtype.itemsize
+        self._counters = {"generation_tokens": 0, "local_prompt_tokens": 0, "kv_recompute_fallbacks": 0, "kv_transfer_failures": 0}
+        self._receiver = KVReceiver(
+            self.layout, self.engine.cache, self.incarnation, self, self.clock, settings, settings.bind_host, self.advertise_host
+        )
+
+    def kv_ctrl_endpoint(self) -> str | None:
+        return self._receiver.ctrl_endpoint
+
+    # ---- rpc thread ---------------------------------------------------------------------------------------------------
+    def accept(self, router: bytes, message: PrefillRequest | DecodeRequest) -> None:
+        assert isinstance(message, DecodeRequest)
+        if message.request_id in self._jobs:
+            self._refuse(router, message.request_id, "this request id is already being served here", "invalid_request")
+            return
+        request = Request(
+            message.request_id,
+            list(message.token_ids),
+            arrival_s=self.clock.now_s(),
+            deadline_at_s=deadline_at(message.deadline_s),
+            sampling=message.sampling,
+            cache_salt=message.cache_salt,
+            priority=message.priority,
+            transfer_id=message.transfer_id,
+        )
+        request.update_block_hashes(self.engine.root, self.settings.block_size)
+        span = telemetry.start_span(self.tracer, telemetry.SPAN_DECODE, message.traceparent)
+        span.set_attributes({"request.id": message.request_id, "worker.id": self.worker_id, "kv.transfer_id": message.transfer_id or ""})
+        params = message.sampling
+        job = DecodeJob(
+            request,
+            router,
+            params,
+            seed=secrets.randbits(63) if params.seed is None else params.seed,
+            eos_token_ids=frozenset() if params.ignore_eos else frozenset(self.engine.config.eos_token_ids),
+            attempt=message.attempt,
+            span=span,
+        )
+        with self._lock:
+            if len(self._jobs) >= self.settings.max_num_waiting:
+                self._refuse(router, message.request_id, "the decode queue is full", "overloaded")
+                return
+            self._jobs[message.request_id] = job
+            if message.transfer_id is None:
+                self.post(lambda: self._compute_locally(job))
+                return
+            self._by_transfer[message.transfer_id] = message.request_id
+            self._reserve_queue.append(job)
+            # Reserving here, not in the engine's next turn, lets the grant overlap the running step.
+            self._reserve_from_queue()
+
+    def _refuse(self, router: bytes, request_id: str, text: str, error_type: str) -> None:
+        failure = {"request_id": request_id, "message": text, "error_type": error_type, "retryable": error_type != "invalid_request"}
+        self.rpc.send(router, RequestFailed.model_validate(failure))
+
+    def _reserve_from_queue(self) -> None:
+        """First come, first served: grant while there is room, and never before those that lost their blocks."""
+        with self._lock:
+            while self._reserve_queue and not self.engine.scheduler.has_waiting_for_blocks:
+                job = self._reserve_queue[0]
+                request = job.request
+                reservation = self.engine.manager.reserve(request, num_headroom_blocks=len(self.engine.scheduler.running))
+                if reservation is None:
+                    return
+                self._reserve_queue.popleft()
+                request.status = RequestStatus.WAITING_FOR_KV
+                job.reserved_ns = time.time_ns()
+                assert request.transfer_id is not None
+                self._receiver.expect(
+                    request.transfer_id,
+                    job.attempt,
+                    block_ids=reservation.block_ids,
+                    missing=list(range(reservation.num_cached_blocks, len(reservation.block_ids))),
+                    num_prompt_tokens=request.num_prompt_tokens,
+                    deadline_s=request.deadline_at_s - self.clock.now_s(),
+                    traceparent=job.traceparent,
+                )
+
+    def abort(self, request_id: str, reason: str) -> None:
+        self.post(lambda: self._end(request_id, f"aborted: {reason}"))
+
+    # ---- transport's thread (ReceiverEvents) --------------------------------------------------------------------------
+    def on_committed(self, transfer_id: str, hidden_state: bytes, info: CommitInfo) -> None:
+        self.post(lambda: self._take_commit(transfer_id, hidden_state, info))
+
+    def on_failed(self, transfer_id: str, reason: str) -> None:
+        self.post(lambda: self._transfer_failed(transfer_id, reason))
+
+    # ---- engine thread: how a request starts --------------------------------------------------------------------------
+    def _compute_locally(self, job: DecodeJob) -> None:
+        if self._jobs.get(job.request.request_id) is job:
+            self.engine.scheduler.add(job.request)
+
+    def _take_commit(self, transfer_id: str, hidden_state: bytes, info: CommitInfo) -> None:
+        job = self._jobs.get(self._by_transfer.pop(transfer_id, ""))
+        if job is None:
+            return
+        if len(hidden_state) != self._hidden_nbytes:
+            self._recover(job, f"hidden state of {len(hidden_state)} bytes, expected {self._hidden_nbytes}")
+            return
+        request = job.request
+        job.started_ns = time.time_ns()
+        request.num_computed_tokens = request.num_prompt_tokens
+        request.num_cached_tokens = info.num_cached_tokens
+        self.engine.manager.publish_full_blocks(request)
+        self.engine.scheduler.add_running(request)
+        self._committed.append((job, hidden_state))
+
+    def _transfer_failed(self, transfer_id: str, reason: str) -> None:
+        job = self._jobs.get(self._by_transfer.pop(transfer_id, ""))
+        if job is not None:
+            self._recover(job, reason)
+
+    def _recover(self, job: DecodeJob, reason: str) -> None:
+        """The prompt's KV will not come from prefill. Blocks taken for it hold nothing trustworthy and go back uncached."""
+        request = job.request
+        self._counters["kv_transfer_failures"] += 1
+        job.span.add_event("kv.transfer_failed", {"reason": reason, "policy": self.settings.kv_failure_policy})
+        with self._lock:
+            if job in self._reserve_queue:
+                self._reserve_queue.remove(job)
+        self.engine.manager.free(request.request_id)
+        if self.settings.kv_failure_policy == "fail":
+            self._end(request.request_id, f"KV transfer failed: {reason}", "transfer")
+            return
+        self._counters["kv_recompute_fallbacks"] += 1
+        job.is_recomputed = True
+        request.num_computed_tokens = 0
+        request.num_cached_tokens = None
+        self.engine.scheduler.add(request)
+
+    def before_schedule(self) -> None:
+        now_s = self.clock.now_s()
+        for request_id in [i for i, job in list(self._jobs.items()) if job.request.deadline_at_s <= now_s]:
+            self._end(request_id, "the request's deadline passed", "deadline")
+        self._reserve_from_queue()
+        committed, self._committed = self._committed, []
+        committed = [(job, hidden) for job, hidden in committed if job.request.request_id in self._jobs]
+        if committed:
+            rows = [torch.frombuffer(bytearray(hidden), dtype=self.engine.dtype) for _, hidden in committed]
+            self._generate([job for job, _ in committed], torch.stack(rows))
+
+    # ---- engine thread: steps -----------------------------------------------------------------------------------------
+    def on_scheduled(self, output: SchedulerOutput) -> None:
+        for row in output.scheduled:
+            job = self._jobs[row.request.request_id]
+            job.num_steps += 1
+            job.reserved_ns = job.reserved_ns or time.time_ns()
+
+    def on_computed(self, result: StepResult) -> None:
+        for row in result.output.scheduled:
+            num_prompt_tokens = min(row.end, row.request.num_prompt_tokens) - row.start
+            if num_prompt_tokens > 0:
+                self._jobs[row.request.request_id].num_local_prompt_tokens += num_prompt_tokens
+                self._counters["local_prompt_tokens"] += num_prompt_tokens
+        completed = [self._jobs[request.request_id] for request in result.completed()]
+        for job in completed:
+            job.started_ns = job.started_ns or result.end_ns
+        if completed:
+            self._generate(completed, result.hidden)
+
+    def _generate(self, jobs: list[DecodeJob], hidden: torch.Tensor) -> None:
+        """hidden: [len(jobs), hidden_size], the last hidden state of each; samples and sends one token each."""
+        logits = self.engine.runner.compute_logits(hidden)
+        rows = [
+            SamplingRow(
+                job.params,
+                job.seed,
+                job.request.token_ids[: job.request.num_prompt_tokens],
+                job.request.token_ids[job.request.num_prompt_tokens :],
+                job.stop_ids,
+            )
+            for job in jobs
+        ]
+        for job, token in zip(jobs, sample(logits, rows), strict=True):
+            self._emit(job, token)
+
+    def _emit(self, job: DecodeJob, token: SampledToken) -> None:
+        request = job.request
+        index = request.num_output_tokens
+        request.token_ids.append(token.token_id)
+        self._counters["generation_tokens"] += 1
+        if index == 0:
+            self._note_first_token(job)
+        finish_reason, stop_token_id = self._finish_reason(job, token.token_id)
+        self.rpc.send(job.router, RequestOutput(
+            request_id=request.request_id,
+            token_id=token.token_id,
+            index=index,
+            logprobs=token.logprobs,
+            finish_reason=finish_reason,
+            stop_token_id=stop_token_id,
+            num_cached_tokens=request.num_cached_tokens or 0,
+            num_preemptions=request.num_preemptions,
+        ))  # fmt: skip
+        if finish_reason is not None:
+            self._end(request.request_id, None)
+
+    def _finish_reason(self, job: DecodeJob, token_id: int) -> tuple[FinishReason | None, int | None]:
+        request, params = job.request, job.params
+        if token_id in params.stop_token_ids:
+            return "stop", token_id
+        if token_id in job.eos_token_ids:
+            return "stop", None
+        if request.num_output_tokens >= params.max_tokens or request.num_tokens >= self.engine.max_model_len:
+            return "length", None
+        return None, None
+
+    def _note_first_token(self, job: DecodeJob) -> None:
+        job.first_token_ns = time.time_ns()
+        reserved_ns = job.reserved_ns or job.received_ns
+        telemetry.record_span(self.tracer, telemetry.SPAN_DECODE_QUEUE, job.traceparent, job.received_ns, reserved_ns)
+        attributes = {"decode.num_local_prompt_tokens": job.num_local_prompt_tokens, "kv.recomputed": job.is_recomputed}
+        telemetry.record_span(
+            self.tracer, telemetry.SPAN_DECODE_FIRST_STEP, job.traceparent, job.started_ns, job.first_token_ns, attributes
+        )
+
+    # ---- engine thread: how a request ends ----------------------------------------------------------------------------
+    def _end(self, request_id: str, failure: str | None, error_type: str = "unavailable") -> None:
+        """Forget a request, wherever it stands, and give its blocks back. `failure` None: it finished. Safe to call again."""
+        with self._lock:
+            job = self._jobs.pop(request_id, None)
+            if job is None:
+                return
+            if job in self._reserve_queue:
+                self._reserve_queue.remove(job)
+        request = job.request
+        if request.transfer_id is not None and self._by_transfer.pop(request.transfer_id, None) is not None:
+            self._receiver.abort(request.transfer_id, failure or "finished")  # returns when no lane writes into our blocks
+        self.engine.scheduler.remove(request_id)
+        self.engine.manager.free(request_id)
+        request.status = RequestStatus.FINISHED
+        now_ns = time.time_ns()
+        job.span.set_attributes(
+            {
+                "gen_ai.usage.output_tokens": request.num_output_tokens,
+                "decode.num_preemptions": request.num_preemptions,
+                "decode.num_local_prompt_tokens": job.num_local_prompt_tokens,
+                "decode.failure": failure or "",
+            }
+        )
+        job.span.end(now_ns)
+        if failure is not None:
+            if not failure.startswith("aborted"):
+                failed = {"request_id": request_id, "message": failure, "error_type": error_type, "retryable": error_type == "unavailable"}
+                self.rpc.send(job.router, RequestFailed.model_validate(failed))
+            return
+        self.rpc.send(job.router, WorkerTiming(
+            request_id=request_id,
+            phase="decode",
+            queue_ms=milliseconds(job.received_ns, job.reserved_ns or job.received_ns),
+            compute_ms=milliseconds(job.started_ns, now_ns),
+            num_computed_tokens=job.num_local_prompt_tokens + request.num_output_tokens,
+            num_cached_tokens=request.num_cached_tokens or 0,
+            num_steps=job.num_steps,
+        ))  # fmt: skip
+
+    def on_step_failed(self, output: SchedulerOutput, error: Exception) -> None:
+        for row in output.scheduled:
+            self._end(row.request.request_id, f"decode step failed: {error}", "internal")
+
+    def fail_all(self, reason: str) -> None:
+        for request_id in list(self._jobs):
+            self._end(request_id, reason)
+
+    def load(self) -> tuple[int, int, int]:
+        jobs = list(self._jobs.values())
+        num_running = len(self.engine.scheduler.running)
+        return len(jobs) - num_running, num_running, sum(job.request.num_uncomputed_tokens for job in jobs)
+
+    def service_counters(self) -> dict[str, float]:
+        return {**self._counters, **self._receiver.counters()}
+
+    def close_transport(self) -> None:
+        self._receiver.close()

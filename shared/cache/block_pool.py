@@ -1,0 +1,167 @@
+"""The pool of KV blocks of one worker: reference counts, the LRU free queue and the map from hash to cached block.
+
+A block is in exactly one of two states: referenced (ref_cnt > 0) or in the free queue (ref_cnt == 0). A block in the free queue
+may still be cached: a later hit takes it back (`touch`); it is evicted, and its hash forgotten, only when it is taken for new use.
+Not thread-safe: KVCacheManager holds the lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from shared.block_hash import BlockHash
+
+
+class KVCacheBlock:
+    """One block. `prev` and `next` link the free queue; both None outside it."""
+
+    __slots__ = ("block_hash", "block_id", "next", "parent_hash", "prev", "ref_cnt")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_cnt = 0
+        self.block_hash: BlockHash | None = None
+        self.parent_hash: BlockHash | None = None
+        self.prev: KVCacheBlock | None = None
+        self.next: KVCacheBlock | None = None
+
+    def __repr__(self) -> str:
+        return f"KVCacheBlock({self.block_id}, ref_cnt={self.ref_cnt}, cached={self.block_hash is not None})"
+
+
+class FreeBlockQueue:
+    """Doubly linked list in LRU order: `popleft` takes the least recently freed block; `remove` is O(1) for `touch`."""
+
+    def __init__(self, blocks: Iterable[KVCacheBlock]) -> None:
+        self._head = KVCacheBlock(-1)
+        self._tail = KVCacheBlock(-1)
+        self._head.next, self._tail.prev = self._tail, self._head
+        self.num_blocks = 0
+        for block in blocks:
+            self.append(block)
+
+    def append(self, block: KVCacheBlock) -> None:
+        last = self._tail.prev
+        assert last is not None and block.next is None
+        last.next, block.prev = block, last
+        block.next, self._tail.prev = self._tail, block
+        self.num_blocks += 1
+
+    def remove(self, block: KVCacheBlock) -> None:
+        assert block.prev is not None and block.next is not None, "block is not in the free queue"
+        block.prev.next, block.next.prev = block.next, block.prev
+        block.prev = block.next = None
+        self.num_blocks -= 1
+
+    def popleft(self) -> KVCacheBlock:
+        first = self._head.next
+        assert first is not None and first is not self._tail, "free queue is empty"
+        self.remove(first)
+        return first
+
+    def __iter__(self) -> Iterator[KVCacheBlock]:
+        block = self._head.next
+        while block is not None and block is not self._tail:
+            yield block
+            block = block.next
+
+
+class BlockPool:
+    """`on_cached` and `on_evicted` are told of every hash that enters or leaves the pool (the global index listens)."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        on_cached: Callable[[BlockHash], None] = lambda _: None,
+        on_evicted: Callable[[BlockHash], None] = lambda _: None,
+    ) -> None:
+        self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
+        self._free = FreeBlockQueue(self.blocks)
+        self._cached: dict[BlockHash, KVCacheBlock] = {}
+        self._on_cached = on_cached
+        self._on_evicted = on_evicted
+
+    @property
+    def num_free(self) -> int:
+        return self._free.num_blocks
+
+    @property
+    def num_used(self) -> int:
+        """Blocks referenced by some request."""
+        return len(self.blocks) - self._free.num_blocks
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    def get_cached(self, block_hash: BlockHash) -> KVCacheBlock | None:
+        return self._cached.get(block_hash)
+
+    def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Take a reference on each; a block nobody referenced leaves the free queue and can no longer be evicted."""
+        for block in blocks:
+            if block.ref_cnt == 0:
+                self._free.remove(block)
+            block.ref_cnt += 1
+
+    def allocate(self, num_blocks: int) -> list[KVCacheBlock] | None:
+        """Blocks for new use with ref_cnt 1, evicting the least recently freed; None (and no change) when too few are free."""
+        if num_blocks > self._free.num_blocks:
+            return None
+        taken = []
+        for _ in range(num_blocks):
+            block = self._free.popleft()
+            self._evict(block)
+            block.ref_cnt = 1
+            taken.append(block)
+        return taken
+
+    def cache(self, block: KVCacheBlock, block_hash: BlockHash, parent_hash: BlockHash) -> KVCacheBlock:
+        """Enter a full, computed, referenced block under its hash.
+
+        Returns the block that holds this hash: `block` itself, or the one that was entered first, with a reference moved from
+        `block` to it (`block` is then free). So one hash means one block, and the cached set stays prefix-closed.
+        """
+        assert block.ref_cnt > 0, "only a referenced block can be entered"
+        first = self._cached.get(block_hash)
+        if first is block:
+            return block
+        if first is not None:
+            self.touch([first])
+            self.free([block])
+            return first
+        assert block.block_hash is None, "block already holds another hash"
+        block.block_hash, block.parent_hash = block_hash, parent_hash
+        self._cached[block_hash] = block
+        self._on_cached(block_hash)
+        return block
+
+    def free(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Give back one reference on each. Pass a request's blocks last block first, so that leaves are evicted before parents."""
+        for block in blocks:
+            assert block.ref_cnt > 0, "block was freed twice"
+            block.ref_cnt -= 1
+            if block.ref_cnt == 0:
+                self._free.append(block)
+
+    def _evict(self, block: KVCacheBlock) -> None:
+        if block.block_hash is None:
+            return
+        del self._cached[block.block_hash]
+        evicted, block.block_hash, block.parent_hash = block.block_hash, None, None
+        self._on_evicted(evicted)
+
+    def check_invariants(self, root: BlockHash | None = None) -> None:
+        """Recompute from scratch; AssertionError names what broke. With `root`, also that the cached set is prefix-closed."""
+        in_queue = list(self._free)
+        assert len(in_queue) == self._free.num_blocks, "free count differs from the queue"
+        assert len({block.block_id for block in in_queue}) == len(in_queue), "a block is queued twice"
+        queued = {block.block_id for block in in_queue}
+        for block in self.blocks:
+            assert (block.ref_cnt == 0) == (block.block_id in queued), f"{block} is in the wrong state"
+            if block.block_hash is not None:
+                assert self._cached.get(block.block_hash) is block, f"{block} has a stale hash"
+        for block_hash, block in self._cached.items():
+            assert block.block_hash == block_hash, "the map leads to a block with another hash"
+            if root is not None:
+                assert block.parent_hash == root or block.parent_hash in self._cached, f"{block} is cached without its parent"

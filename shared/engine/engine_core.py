@@ -1,0 +1,137 @@
+"""The engine both services share: block pool, scheduler and model. A step is schedule, run, and what the service does then."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from shared.available_memory import available_memory_bytes
+from shared.batch import ScheduledRequest, SchedulerOutput
+from shared.block_hash import BlockHash, root_hash
+from shared.cache.block_pool import BlockPool
+from shared.cache.kv_cache_manager import KVCacheManager
+from shared.config import Settings
+from shared.engine.kv_cache import KVCache
+from shared.engine.model_runner import ModelRunner
+from shared.engine.models.llama import LlamaForCausalLM
+from shared.engine.rotary import RotaryTable
+from shared.engine.weights import load_weights
+from shared.errors import ConfigurationError
+from shared.model_source import ModelSource
+from shared.request import Request
+from shared.scheduler import Scheduler, SchedulerLimits
+from shared.weight_reader import PendingWeights
+
+logger = logging.getLogger(__name__)
+
+WARM_UP_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class StepResult:
+    output: SchedulerOutput
+    hidden: torch.Tensor
+    """[num_completing, hidden_size]: one row for each scheduled request that is complete, in order."""
+    start_ns: int
+    end_ns: int
+
+    def completed(self) -> list[Request]:
+        return [row.request for row in self.output.scheduled if row.completes]
+
+
+class EngineCore:
+    """Single-threaded but for `manager`, which has its own lock."""
+
+    def __init__(
+        self,
+        source: ModelSource,
+        settings: Settings,
+        on_cached: Callable[[Iterable[BlockHash]], None],
+        on_evicted: Callable[[Iterable[BlockHash]], None],
+        progress: Callable[[float], None] | None = None,
+        pending: PendingWeights | None = None,
+    ) -> None:
+        self.settings = settings
+        self.config = source.config
+        self.device = torch.device("cpu")
+        if settings.device == "cuda":
+            raise ConfigurationError("device 'cuda': this version runs its engines on the CPU; set PAGEWIRE_DEVICE=cpu")
+        self.dtype = torch.float32 if settings.dtype == "auto" else getattr(torch, settings.dtype)
+        self.dtype_name = str(self.dtype).removeprefix("torch.")
+        torch.set_num_threads(settings.num_threads or os.cpu_count() or 1)
+        weights = load_weights(source, self.dtype, self.device, progress, pending)
+        num_blocks = self._num_blocks()
+        self.max_model_len = min(
+            self.config.max_model_len, settings.max_model_len or self.config.max_model_len, num_blocks * settings.block_size
+        )
+        model = LlamaForCausalLM(self.config, weights, RotaryTable(self.config, self.max_model_len, self.device))
+        self.cache = KVCache(self.config, num_blocks, settings.block_size, self.dtype, self.device)
+        self.root = root_hash(source.fingerprint, self.dtype_name, settings.block_size)
+        pool = BlockPool(num_blocks, lambda h: on_cached([h]), lambda h: on_evicted([h]))
+        self.manager = KVCacheManager(pool, settings.block_size, self.root, settings.enable_prefix_caching)
+        self.scheduler = Scheduler(
+            self.manager,
+            SchedulerLimits(
+                max_num_batched_tokens=settings.max_num_batched_tokens,
+                max_num_seqs=settings.max_num_seqs,
+                long_prefill_token_threshold=settings.long_prefill_token_threshold,
+                max_step_s=settings.max_step_ms / 1000,
+                block_size=settings.block_size,
+            ),
+        )
+        self.runner = ModelRunner(model, self.cache, self.manager)
+        self.num_steps = 0
+        self._warm_up()
+
+    def _num_blocks(self) -> int:
+        settings = self.settings
+        block_nbytes = KVCache.bytes_per_block(self.config, settings.block_size, self.dtype.itemsize)
+        num_blocks = settings.num_blocks or int(settings.kv_cache_gib * (1 << 30)) // block_nbytes
+        available = available_memory_bytes()
+        if available is not None and num_blocks * block_nbytes > available:
+            raise ConfigurationError(
+                f"a KV cache of {num_blocks} blocks takes {num_blocks * block_nbytes >> 20} MiB and {available >> 20} MiB are free; "
+                "set PAGEWIRE_KV_CACHE_GIB or PAGEWIRE_NUM_BLOCKS lower"
+            )
+        if num_blocks < 2:
+            raise ConfigurationError(
+                f"kv_cache_gib = {settings.kv_cache_gib} holds {num_blocks} blocks of {block_nbytes >> 10} KiB; 2 are the least"
+            )
+        return num_blocks
+
+    def _warm_up(self) -> None:
+        """One prompt through the model before anyone waits for it; its speed is the scheduler's first estimate."""
+        num_tokens = max(2, min(WARM_UP_TOKENS, self.max_model_len, self.settings.max_num_batched_tokens))
+        request = Request("warm-up", [0] * num_tokens, arrival_s=0.0, deadline_at_s=0.0)
+        if self.manager.reserve(request) is None:
+            raise ConfigurationError("the KV cache is too small for one prompt; raise PAGEWIRE_NUM_BLOCKS")
+        try:
+            for _ in range(2):
+                start_s = time.monotonic()
+                hidden = self.runner.execute(SchedulerOutput([ScheduledRequest(request, 0, num_tokens)]))
+                self.runner.compute_logits(hidden)
+                step_s = time.monotonic() - start_s
+        finally:
+            self.manager.free(request.request_id)
+        self.manager.num_queried_tokens = self.manager.num_hit_tokens = 0
+        self.scheduler.speed.record(num_tokens, step_s)
+
+    def schedule(self) -> SchedulerOutput | None:
+        """None when nothing can run now."""
+        output = self.scheduler.schedule()
+        return output if output is not None and output.scheduled else None
+
+    def run(self, output: SchedulerOutput) -> StepResult:
+        """Compute what was scheduled and book it."""
+        start_ns, start_s = time.time_ns(), time.monotonic()
+        hidden = self.runner.execute(output)
+        self.scheduler.update(output, time.monotonic() - start_s)
+        self.num_steps += 1
+        if self.settings.debug:
+            self.manager.check_invariants()
+        return StepResult(output, hidden, start_ns, time.time_ns())

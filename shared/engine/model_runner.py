@@ -1,0 +1,31 @@
+"""Runs one step of the model for what the scheduler decided."""
+
+from __future__ import annotations
+
+import torch
+
+from shared.batch import SchedulerOutput
+from shared.cache.kv_cache_manager import KVCacheManager
+from shared.engine.attention_metadata import AttentionMetadata
+from shared.engine.kv_cache import KVCache
+from shared.engine.models.llama import LlamaForCausalLM
+
+
+class ModelRunner:
+    def __init__(self, model: LlamaForCausalLM, cache: KVCache, manager: KVCacheManager) -> None:
+        self.model = model
+        self.cache = cache
+        self._manager = manager
+
+    @torch.inference_mode()
+    def execute(self, output: SchedulerOutput) -> torch.Tensor:
+        """Computes the scheduled tokens. Returns [num_completing, hidden_size]: the last hidden state of each scheduled request
+        that is complete after this step, in the order of `output.scheduled`."""
+        tables = [self._manager.block_ids(row.request.request_id) for row in output.scheduled]
+        token_ids = torch.tensor([token for row in output.scheduled for token in row.request.token_ids[row.start : row.end]])
+        metadata = AttentionMetadata.build(output, tables, self.cache.block_size, self.model.config)
+        return self.model.forward(token_ids, metadata, self.cache)
+
+    @torch.inference_mode()
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.model.compute_logits(hidden)

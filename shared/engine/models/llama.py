@@ -1,0 +1,95 @@
+"""Llama-architecture decoder over a paged KV cache: grouped queries, tied or untied embeddings, optional biases."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from kernels.reference import rotary_embedding, silu_and_mul
+from shared.engine.attention_metadata import AttentionMetadata
+from shared.engine.kv_cache import KVCache
+from shared.engine.rotary import RotaryTable
+from shared.model_config import ModelConfig
+
+Weights = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Projection:
+    weight: torch.Tensor  # [out_features, in_features]
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    input_norm: torch.Tensor
+    qkv: _Projection
+    output: _Projection
+    post_attention_norm: torch.Tensor
+    gate_up: _Projection
+    down: _Projection
+
+
+def _fuse(weights: Weights, names: list[str]) -> _Projection:
+    """One projection from several that read the same input; takes them out of `weights` so that memory is not held twice."""
+    parts = [weights.pop(f"{name}.weight") for name in names]
+    biases = [weights.pop(f"{name}.bias") for name in names if f"{name}.bias" in weights]
+    assert len(biases) in (0, len(names)), f"some of {names} have a bias and some have none"
+    return _Projection(torch.cat(parts) if len(parts) > 1 else parts[0], torch.cat(biases) if biases else None)
+
+
+class LlamaForCausalLM:
+    """Consumes `weights` (Hugging Face names). fp32, bf16 or fp16."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, rotary: RotaryTable) -> None:
+        self.config = config
+        self._rotary = rotary
+        self._embed = weights.pop("model.embed_tokens.weight")
+        self._final_norm = weights.pop("model.norm.weight")
+        head = self._embed if config.tie_word_embeddings else weights.pop("lm_head.weight")
+        # Rows past the tokenizer's vocabulary are padding: they are never computed, so they can never be sampled.
+        self._head = head[: config.tokenizer_vocab_size]
+        self._layers = [self._take_layer(weights, f"model.layers.{i}") for i in range(config.num_layers)]
+        self._scale = config.head_dim**-0.5
+
+    @staticmethod
+    def _take_layer(weights: Weights, prefix: str) -> _Layer:
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        return _Layer(
+            input_norm=weights.pop(f"{prefix}.input_layernorm.weight"),
+            qkv=_fuse(weights, [f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"]),
+            output=_fuse(weights, [f"{attention}.o_proj"]),
+            post_attention_norm=weights.pop(f"{prefix}.post_attention_layernorm.weight"),
+            gate_up=_fuse(weights, [f"{mlp}.gate_proj", f"{mlp}.up_proj"]),
+            down=_fuse(weights, [f"{mlp}.down_proj"]),
+        )
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
+
+    def forward(self, token_ids: torch.Tensor, metadata: AttentionMetadata, cache: KVCache) -> torch.Tensor:
+        """token_ids: [num_tokens], flattened batch; writes their KV. Returns the hidden states (after the last norm) of
+        `metadata.last_rows`: [num_completing, hidden_size]."""
+        config = self.config
+        cos, sin = (table[metadata.positions].to(self._embed.dtype) for table in (self._rotary.cos, self._rotary.sin))
+        sizes = [config.num_heads * config.head_dim] + [config.num_kv_heads * config.head_dim] * 2
+        x = F.embedding(token_ids, self._embed)  # [num_tokens, hidden_size]
+        for index, layer in enumerate(self._layers):
+            query, key, value = torch.split(layer.qkv(self._norm(x, layer.input_norm)), sizes, dim=-1)
+            query = rotary_embedding(query.view(len(query), -1, config.head_dim), cos, sin)
+            key = rotary_embedding(key.view(len(key), -1, config.head_dim), cos, sin)
+            key_cache, value_cache = cache.layer(index)
+            key_cache[metadata.slot_blocks, :, metadata.slot_offsets] = key
+            value_cache[metadata.slot_blocks, :, metadata.slot_offsets] = value.view(len(value), -1, config.head_dim)
+            x = x + layer.output(metadata.attention(query, key_cache, value_cache, self._scale).flatten(1))
+            x = x + layer.down(silu_and_mul(layer.gate_up(self._norm(x, layer.post_attention_norm))))
+        return self._norm(x[metadata.last_rows], self._final_norm)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: [n, hidden_size] -> fp32 [n, tokenizer_vocab_size]."""
+        return F.linear(hidden, self._head).float()

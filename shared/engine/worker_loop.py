@@ -1,0 +1,275 @@
+"""What a prefill and a decode worker have in common: the engine loop, the inbox other threads post into, Redis, routers, spans.
+
+Threads of a worker: the engine (main) thread runs this loop and owns the scheduler; the rpc thread takes router messages; the
+transport's threads move KV blocks; the lease keeper talks to Redis. They meet in `post` and in the manager's lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import socket
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Literal
+
+from opentelemetry.trace import Tracer
+
+from shared.batch import SchedulerOutput
+from shared.cache.redis_prefix_index import RedisPrefixIndexWriter
+from shared.clock import SystemClock
+from shared.config import Settings
+from shared.engine.engine_core import EngineCore, StepResult
+from shared.ids import new_incarnation
+from shared.lease_keeper import LeaseKeeper
+from shared.membership import WorkerRecord, WorkerStats
+from shared.messages import AbortRequest, DecodeRequest, PrefillRequest, RequestFailed, RouterMessage
+from shared.model_source import ModelSource
+from shared.transport.frames import KVDtype
+from shared.transport.kv_layout import KVLayout
+from shared.weight_reader import PendingWeights
+from shared.worker.rpc_server import RpcServer
+
+logger = logging.getLogger(__name__)
+
+STATS_INTERVAL_S = 0.1
+BLOCKED_WAIT_S = 0.02
+MAX_CONSECUTIVE_FAILURES = 3
+
+
+class WorkerLoop(ABC):
+    """Subclasses answer router messages and decide what a computed step means."""
+
+    role: Literal["prefill", "decode"]
+
+    def __init__(
+        self,
+        source: ModelSource,
+        settings: Settings,
+        tracer: Tracer,
+        progress: Callable[[float], None] | None = None,
+        pending: PendingWeights | None = None,
+    ) -> None:
+        self.settings = settings
+        self.tracer = tracer
+        self.clock = SystemClock()
+        self.incarnation = new_incarnation()
+        self.worker_id = settings.worker_id or f"{self.role}-{socket.gethostname()}"
+        self.advertise_host = settings.advertise_host or settings.bind_host
+        self._source = source
+        self._writer = RedisPrefixIndexWriter(settings.redis_namespace, self.worker_id, self.incarnation)
+        self.engine = EngineCore(source, settings, self._writer.publish, self._writer.withdraw, progress, pending)
+        self.layout = KVLayout(
+            model_fingerprint=source.fingerprint,
+            dtype=KVDtype[self.engine.dtype_name.upper()],
+            block_size=settings.block_size,
+            num_layers=source.config.num_layers,
+            num_kv_heads=source.config.num_kv_heads,
+            head_dim=source.config.head_dim,
+        )
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._stopping = threading.Event()
+        self._num_failures = 0
+        self._stats = WorkerStats()
+        self._stats_at_s = 0.0
+        self.rpc = RpcServer(settings.bind_host, self.advertise_host, self._on_message)
+        self._lease = LeaseKeeper(settings.redis_url, settings.redis_namespace, self.record, settings.lease_s, self._writer)
+
+    # ---- what a service fills in --------------------------------------------------------------------------------------
+    @abstractmethod
+    def accept(self, router: bytes, message: PrefillRequest | DecodeRequest) -> None:
+        """rpc thread: a valid request of this role."""
+
+    @abstractmethod
+    def abort(self, request_id: str, reason: str) -> None:
+        """rpc thread: forget the request and give its blocks back; unknown ids are ignored."""
+
+    @abstractmethod
+    def before_schedule(self) -> None:
+        """Engine thread, once a turn."""
+
+    @abstractmethod
+    def on_scheduled(self, output: SchedulerOutput) -> None:
+        """Engine thread: `output` is about to run."""
+
+    @abstractmethod
+    def on_computed(self, result: StepResult) -> None:
+        """Engine thread: `result` was computed and booked."""
+
+    @abstractmethod
+    def on_step_failed(self, output: SchedulerOutput, error: Exception) -> None:
+        """Engine thread: the step raised; its requests cannot go on."""
+
+    @abstractmethod
+    def load(self) -> tuple[int, int, int]:
+        """Engine thread: (requests waiting, requests running, prompt tokens not yet computed)."""
+
+    @abstractmethod
+    def service_counters(self) -> dict[str, float]:
+        """Totals since start of this kind of worker."""
+
+    @abstractmethod
+    def close_transport(self) -> None: ...
+
+    @abstractmethod
+    def fail_all(self, reason: str) -> None:
+        """Engine thread, at shutdown: answer every request still here and give its blocks back."""
+
+    def kv_ctrl_endpoint(self) -> str | None:
+        return None
+
+    # ---- life ---------------------------------------------------------------------------------------------------------
+    def run(self) -> None:
+        """Serve until `stop`. Blocks; call from the thread that owns the engine."""
+        self._refresh_stats(force=True)
+        self.rpc.start()
+        self._lease.start()
+        try:
+            while not self._stopping.is_set():
+                self._turn()
+        finally:
+            self._lease.close()
+            self.fail_all("the worker is shutting down")
+            self.close_transport()
+            self.rpc.close()
+
+    def stop(self) -> None:
+        """From any thread or a signal handler."""
+        self._stopping.set()
+        self._inbox.put(lambda: None)
+
+    def post(self, command: Callable[[], None]) -> None:
+        """Run `command` on the engine thread before its next step."""
+        self._inbox.put(command)
+
+    def _turn(self) -> None:
+        self._drain_inbox()
+        self.before_schedule()
+        output = self.engine.schedule()
+        if output is None:
+            self._refresh_stats(force=True)
+            self._wait_for_work()
+            return
+        self.on_scheduled(output)
+        try:
+            result = self.engine.run(output)
+        except Exception as error:
+            self._handle_failed_step(output, error)
+            return
+        self._num_failures = 0
+        self.on_computed(result)
+        self._refresh_stats()
+
+    def _handle_failed_step(self, output: SchedulerOutput, error: Exception) -> None:
+        logger.exception("step of %d tokens failed", output.num_tokens)
+        self.on_step_failed(output, error)
+        self._num_failures += 1
+        if self._num_failures >= MAX_CONSECUTIVE_FAILURES:
+            # The engine itself is broken (a sticky device error, say): a fresh process is better than one that refuses all.
+            raise error
+
+    def _drain_inbox(self) -> None:
+        while True:
+            try:
+                command = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            self._execute(command)
+
+    def _wait_for_work(self) -> None:
+        timeout_s = BLOCKED_WAIT_S if len(self.engine.scheduler) else STATS_INTERVAL_S
+        try:
+            self._execute(self._inbox.get(timeout=timeout_s))
+        except queue.Empty:
+            return
+
+    @staticmethod
+    def _execute(command: Callable[[], None]) -> None:
+        try:
+            command()
+        except Exception:
+            logger.exception("command failed")
+
+    # ---- router messages ----------------------------------------------------------------------------------------------
+    def _on_message(self, router: bytes, message: RouterMessage) -> None:
+        if isinstance(message, AbortRequest):
+            self.abort(message.request_id, message.reason)
+            return
+        problem = self._refusal(message)
+        if problem is not None:
+            self.rpc.send(router, problem)
+            return
+        self.accept(router, message)
+
+    def _refusal(self, message: PrefillRequest | DecodeRequest) -> RequestFailed | None:
+        """The boundary check: everything past it may rely on a prompt that is in range and fits."""
+
+        def invalid(text: str) -> RequestFailed:
+            return RequestFailed(request_id=message.request_id, message=text, error_type="invalid_request", retryable=False)
+
+        if message.kind != self.role:
+            return invalid(f"this is a {self.role} worker")
+        if self._stopping.is_set():
+            return RequestFailed(
+                request_id=message.request_id, message="the worker is shutting down", error_type="unavailable", retryable=True
+            )
+        if not 0 < len(message.token_ids) <= self.engine.max_model_len:
+            return invalid(f"a prompt has 1 to {self.engine.max_model_len} tokens here, this one {len(message.token_ids)}")
+        if not 0 <= min(message.token_ids) <= max(message.token_ids) < self.engine.config.tokenizer_vocab_size:
+            return invalid(f"token ids are 0 to {self.engine.config.tokenizer_vocab_size - 1}")
+        return None
+
+    # ---- how it stands ------------------------------------------------------------------------------------------------
+    def record(self) -> WorkerRecord:
+        """Any thread."""
+        return WorkerRecord(
+            worker_id=self.worker_id,
+            role=self.role,
+            incarnation=self.incarnation,
+            rpc_endpoint=self.rpc.endpoint,
+            kv_ctrl_endpoint=self.kv_ctrl_endpoint(),
+            model_name=self._source.name,
+            model_fingerprint=self._source.fingerprint,
+            dtype=self.engine.dtype_name,
+            block_size=self.settings.block_size,
+            num_blocks=len(self.engine.manager.pool.blocks),
+            max_model_len=self.engine.max_model_len,
+            vocab_size=self.engine.config.tokenizer_vocab_size,
+            stats=self._stats,
+        )
+
+    def _refresh_stats(self, force: bool = False) -> None:
+        now_s = self.clock.now_s()
+        if not force and now_s - self._stats_at_s < STATS_INTERVAL_S:
+            return
+        self._stats_at_s = now_s
+        num_waiting, num_running, num_waiting_tokens = self.load()
+        manager, scheduler = self.engine.manager, self.engine.scheduler
+        self._stats = WorkerStats(
+            num_waiting=num_waiting,
+            num_running=num_running,
+            num_waiting_tokens=num_waiting_tokens,
+            num_blocks_used=manager.pool.num_used,
+            num_blocks_cached=manager.pool.num_cached,
+            tokens_per_s=scheduler.speed.tokens_per_s,
+            counters={
+                "steps": self.engine.num_steps,
+                "prefix_cache_queries": manager.num_queried_tokens,
+                "prefix_cache_hits": manager.num_hit_tokens,
+                "preemptions": scheduler.num_preemptions,
+                "recomputed_tokens": scheduler.num_recomputed_tokens,
+                "rejected_messages": self.rpc.num_rejected,
+                **self.service_counters(),
+            },
+        )
+
+
+def milliseconds(start_ns: int, end_ns: int) -> float:
+    return max(0, end_ns - start_ns) / 1e6
+
+
+def deadline_at(deadline_s: float) -> float:
+    """Monotonic time at which a message's remaining `deadline_s` runs out."""
+    return time.monotonic() + deadline_s

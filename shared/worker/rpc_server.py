@@ -1,0 +1,113 @@
+"""The worker's end of the router protocol: one ROUTER socket served by one thread; answers may be sent from any thread."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+import zmq
+
+from shared.errors import ConfigurationError, ProtocolError
+from shared.messages import Message, RouterMessage, decode_router_message, encode
+
+logger = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 16 << 20
+SEND_QUEUE_MESSAGES = 100_000
+"""Outgoing messages kept for a router that does not read; more are dropped, and its requests end by deadline."""
+
+
+class RpcServer:
+    """`handler(router_identity, message)` runs on the server's thread and must not block."""
+
+    def __init__(self, bind_host: str, advertise_host: str, handler: Callable[[bytes, RouterMessage], None]) -> None:
+        self._handler = handler
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_MESSAGES)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
+        try:
+            port = self._socket.bind_to_random_port(f"tcp://{bind_host}")
+        except zmq.ZMQError as error:
+            raise ConfigurationError(f"cannot listen on {bind_host}: {error}; set PAGEWIRE_BIND_HOST to an address of this host") from error
+        self.endpoint = f"tcp://{advertise_host}:{port}"
+        self._outgoing: queue.SimpleQueue[tuple[bytes, bytes]] = queue.SimpleQueue()
+        self._wake_lock = threading.Lock()
+        wake_address = f"inproc://rpc-wake-{id(self)}"
+        self._wake_receiver = self._context.socket(zmq.PAIR)
+        self._wake_receiver.bind(wake_address)
+        self._wake_sender = self._context.socket(zmq.PAIR)
+        self._wake_sender.connect(wake_address)
+        self._stopping = False
+        self._thread = threading.Thread(target=self._serve, name="rpc", daemon=True)
+        self.num_rejected = 0
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def send(self, router: bytes, message: Message) -> None:
+        """Queue `message` for a router; never blocks, from any thread. A router that is gone is ignored."""
+        self._outgoing.put((router, encode(message)))
+        self._wake()
+
+    def _wake(self) -> None:
+        with self._wake_lock, contextlib.suppress(zmq.ZMQError):
+            self._wake_sender.send(b"", zmq.NOBLOCK)
+
+    def close(self, timeout_s: float = 1.0) -> None:
+        self._stopping = True
+        self._wake()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+        with self._wake_lock:
+            self._wake_sender.close(0)
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake_receiver, zmq.POLLIN)
+        while not self._stopping:
+            ready = dict(poller.poll(1000))
+            if self._wake_receiver in ready:
+                with contextlib.suppress(zmq.Again):
+                    while True:
+                        self._wake_receiver.recv(zmq.NOBLOCK)
+            self._flush()
+            if self._socket in ready:
+                with contextlib.suppress(zmq.Again):
+                    while True:
+                        self._take(self._socket.recv_multipart(zmq.NOBLOCK))
+        self._flush()
+        self._socket.close(200)
+        self._wake_receiver.close(0)
+
+    def _flush(self) -> None:
+        while True:
+            try:
+                router, frame = self._outgoing.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                self._socket.send_multipart([router, frame], zmq.NOBLOCK)
+            except zmq.ZMQError as error:
+                logger.debug("router unreachable: %s", error)
+
+    def _take(self, frames: list[bytes]) -> None:
+        router = frames[0]
+        try:
+            if len(frames) != 2:
+                raise ProtocolError(f"expected one frame, got {len(frames) - 1}")
+            self._handler(router, decode_router_message(frames[1]))
+        except ProtocolError as error:
+            self.num_rejected += 1
+            logger.warning("message dropped: %s", error)
+        except Exception:
+            logger.exception("handler failed")

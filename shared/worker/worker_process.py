@@ -1,0 +1,64 @@
+"""From settings to a running worker: what `python -m services.prefill` and `python -m services.decode` share."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Protocol
+
+from opentelemetry.trace import Tracer
+from prometheus_client import start_http_server
+
+from shared import telemetry
+from shared.config import Settings
+from shared.errors import ConfigurationError
+from shared.membership import WorkerRecord
+from shared.model_source import ModelSource, resolve_model
+from shared.weight_reader import PendingWeights, start_loading
+from shared.worker.metrics import WorkerMetrics
+from shared.worker.process import on_termination, report_progress, report_status, set_up_process
+
+logger = logging.getLogger(__name__)
+
+
+class Runnable(Protocol):
+    def run(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def record(self) -> WorkerRecord: ...
+
+
+BuildWorker = Callable[[ModelSource, Settings, Tracer, Callable[[float], None], PendingWeights | None], Runnable]
+
+
+def run_worker(role: str, settings: Settings, build: Callable[[], BuildWorker]) -> int:
+    """Serve until SIGTERM or SIGINT. Returns an exit code: 0, or 2 when the configuration does not allow a start.
+
+    `build` imports the worker's class, and with it torch, after the environment below is set.
+    """
+    set_up_process(role)
+    # Two workers share a laptop's cores: threads that spin between parallel regions would take them from each other.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    tracer = telemetry.setup_tracing(f"pagewire-{role}")
+    try:
+        source = resolve_model(settings.model)
+        # The default engine wants fp32 on the CPU: read the weights while torch is being imported.
+        is_fp32_on_cpu = settings.dtype in ("auto", "float32") and settings.device != "cuda"
+        pending = start_loading(source, report_progress) if is_fp32_on_cpu else None
+        worker = build()(source, settings, tracer, report_progress, pending)
+        if settings.metrics_port:
+            start_http_server(settings.metrics_port, registry=WorkerMetrics.registry_of(worker.record))
+    except ConfigurationError as error:
+        if not report_status(f"failed {error.message}"):
+            print(f"pagewire {role}: {error.message}", file=sys.stderr)
+        return error.exit_code
+    on_termination(worker.stop)
+    report_status("ready")
+    try:
+        worker.run()
+    finally:
+        telemetry.shutdown_tracing(tracer)
+    return 0
