@@ -149,7 +149,7 @@ class Grant:
         for seq in seqs:
             self._failures[seq].nack_seq = self.nack_seq
 
-    def check_commit(self, commit: Commit, hidden_state: bytes) -> None:
+    def check_commit(self, commit: Commit) -> None:
         """TransferError when the sender's account of a fully covered transfer is not ours."""
         ours = (len(self.received), self.num_bytes, self.digest)
         theirs = (commit.chunk_total, commit.num_bytes, commit.digest)

@@ -486,14 +486,13 @@ class ReceiverState:
             self._answer(peer, control.Abort(**self._returned(message), reason=reason[:1000]))
 
     def _on_commit(self, grant: Grant, message: control.Commit, blob: bytes) -> None:
-        if grant.phase is not GrantPhase.GRANTED or grant.commit is not None:
-            return
         if len(blob) != message.hidden_nbytes or checksum(blob) != message.hidden_checksum:
             # Not kept: the sender repeats COMMIT until it is answered.
             self._counters["bad_checksums"] += 1
-            return
-        grant.commit, grant.hidden_state = message, blob
-        self._complete(grant)
+        elif grant.commit is None:
+            grant.commit, grant.hidden_state = message, blob
+        if not self._complete(grant):
+            self._send_credit(grant)
 
     # Data
 
@@ -585,15 +584,15 @@ class ReceiverState:
         grant.num_uncredited = 0
         self._answer(grant.peer, control.Credit(**self._addressed(grant), received=grant.received.ranges()))
 
-    def _complete(self, grant: Grant) -> None:
-        """COMMITTED once the commit is here and every byte of every missing block is."""
-        if grant.commit is None or not grant.is_covered or grant.num_writing:
-            return
+    def _complete(self, grant: Grant) -> bool:
+        """COMMITTED once the commit is here and every byte of every missing block is. True when the transfer has ended."""
+        if grant.commit is None or not grant.is_covered:
+            return False
         try:
-            grant.check_commit(grant.commit, grant.hidden_state)
+            grant.check_commit(grant.commit)
         except PagewireError as error:
             self._fail(grant, error.message)
-            return
+            return True
         self._answer(grant.peer, control.Committed(**self._addressed(grant)))
         info = CommitInfo(
             num_prompt_tokens=grant.num_prompt_tokens,
@@ -609,6 +608,7 @@ class ReceiverState:
             committed_s=self._clock.now_s(),
         )
         self._end(grant, "", info)
+        return True
 
     # Ends and answers
 

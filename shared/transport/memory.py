@@ -1,0 +1,205 @@
+"""The in-memory twin of the wire: both state machines on a seeded event queue with faults and a manual clock.
+
+Everything passes through real bytes (headers, JSON), so a flipped bit meets the same checks as on a socket. Time is simulated:
+minutes of deadlines run in milliseconds, and a seed replays exactly.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from shared.clock import ManualClock
+from shared.errors import ProtocolError
+from shared.transport import control
+from shared.transport.frames import DataHeader
+from shared.transport.limits import TICK_S
+from shared.transport.receiver_state import ReceiverState
+from shared.transport.sender_state import SenderState
+
+
+@dataclass(frozen=True)
+class FaultPlan:
+    """Probabilities per message, and delays in seconds."""
+
+    data_loss: float = 0.0
+    data_duplicate: float = 0.0
+    data_flip: float = 0.0
+    control_loss: float = 0.0
+    control_duplicate: float = 0.0
+    control_flip: float = 0.0
+    min_delay_s: float = 0.0001
+    max_delay_s: float = 0.0001
+    """Messages overtake each other when the two differ."""
+    lane_bytes_per_s: float = float("inf")
+
+
+@dataclass(order=True)
+class _Event:
+    at_s: float
+    order: int
+    action: Callable[[], None] = field(compare=False)
+
+
+class BytesMemory:
+    """BlockMemory over plain bytearrays."""
+
+    def __init__(self, num_blocks: int, block_nbytes: int) -> None:
+        self._blocks = [bytearray(block_nbytes) for _ in range(num_blocks)]
+
+    def block_view(self, block_id: int) -> memoryview:
+        return memoryview(self._blocks[block_id])
+
+    def read(self, block_id: int) -> bytes:
+        return bytes(self._blocks[block_id])
+
+
+class SimulatedNetwork:
+    """Carries messages between any number of senders and receivers, each named by a string."""
+
+    def __init__(self, seed: int, plan: FaultPlan, clock: ManualClock) -> None:
+        self._random = random.Random(seed)
+        self._plan = plan
+        self._clock = clock
+        self._events: list[_Event] = []
+        self._num_events = 0
+        self._lane_free_s: dict[tuple[str, str, int], float] = {}
+        self._senders: dict[str, SenderState] = {}
+        self._receivers: dict[str, ReceiverState] = {}
+
+    def add_sender(self, name: str, state: SenderState) -> None:
+        self._senders[name] = state
+        self._tick_sender(name, state)
+
+    def add_receiver(self, endpoint: str, state: ReceiverState) -> None:
+        self._receivers[endpoint] = state
+        self._tick_receiver(endpoint, state)
+
+    def kill(self, name: str) -> None:
+        """A process vanishes: it sends and hears nothing more. Whether its peers notice is up to their deadlines."""
+        self._senders.pop(name, None)
+        self._receivers.pop(name, None)
+
+    def at(self, delay_s: float, action: Callable[[], None]) -> None:
+        """Do something in the middle of a run."""
+        self._num_events += 1
+        heapq.heappush(self._events, _Event(self._clock.now_s() + delay_s, self._num_events, action))
+
+    def run(self, duration_s: float, until: Callable[[], bool] = lambda: False) -> None:
+        """Advance the clock from event to event, for `duration_s` or until the condition holds."""
+        end = self._clock.now_s() + duration_s
+        while self._events and self._events[0].at_s <= end and not until():
+            event = heapq.heappop(self._events)
+            self._clock.advance(max(0.0, event.at_s - self._clock.now_s()))
+            event.action()
+
+    def post_control(self, message: control.ControlMessage, blob: bytes, deliver: Callable[[control.AnyControl, bytes], None]) -> None:
+        plan = self._plan
+        frame = control.encode(message)
+
+        def arrive(frame: bytes, blob: bytes) -> None:
+            try:
+                decoded = control.decode(frame)
+            except ProtocolError:
+                return
+            deliver(decoded, blob)
+
+        for _ in range(self._copies(plan.control_loss, plan.control_duplicate)):
+            damaged = self._flip(frame, plan.control_flip), self._flip(blob, plan.control_flip)
+            self.at(self._delay(), lambda damaged=damaged: arrive(*damaged))  # type: ignore[misc]
+
+    def post_data(self, sender: str, endpoint: str, lane: int, header: DataHeader, payload: memoryview) -> None:
+        plan = self._plan
+        # A lane is a queue: it takes time for what it carries, lost or not.
+        now = self._clock.now_s()
+        key = (sender, endpoint, lane)
+        self._lane_free_s[key] = max(now, self._lane_free_s.get(key, 0.0)) + payload.nbytes / plan.lane_bytes_per_s
+        queued_s = self._lane_free_s[key] - now
+        for _ in range(self._copies(plan.data_loss, plan.data_duplicate)):
+            # The payload is read on arrival, as a zero-copy send may read it late: its block may be another request's by then.
+            self.at(queued_s + self._delay(), lambda: self._arrive(endpoint, lane, header.pack(), payload))
+
+    def deliver_to_receiver(self, endpoint: str, peer: str, message: control.AnyControl, blob: bytes) -> None:
+        receiver = self._receivers.get(endpoint)
+        if receiver is not None:
+            receiver.on_control(peer, message, blob)
+            receiver.deliver_events()
+
+    def deliver_to_sender(self, name: str, peer: str, message: control.AnyControl) -> None:
+        sender = self._senders.get(name)
+        if sender is not None:
+            sender.on_control(peer, message)
+
+    def _arrive(self, endpoint: str, lane: int, header: bytes, payload: memoryview) -> None:
+        receiver = self._receivers.get(endpoint)
+        if receiver is not None:
+            flip = self._plan.data_flip
+            receiver.on_data(lane, self._flip(header, flip / 10), memoryview(self._flip(bytes(payload), flip)))
+            receiver.flush_credits()
+            receiver.deliver_events()
+
+    def _tick_sender(self, name: str, state: SenderState) -> None:
+        if self._senders.get(name) is state:
+            state.tick()
+            self.at(TICK_S, lambda: self._tick_sender(name, state))
+
+    def _tick_receiver(self, endpoint: str, state: ReceiverState) -> None:
+        if self._receivers.get(endpoint) is state:
+            state.tick()
+            state.deliver_events()
+            self.at(TICK_S, lambda: self._tick_receiver(endpoint, state))
+
+    def _copies(self, loss: float, duplicate: float) -> int:
+        return int(self._random.random() >= loss) * (1 + int(self._random.random() < duplicate))
+
+    def _delay(self) -> float:
+        return self._random.uniform(self._plan.min_delay_s, self._plan.max_delay_s)
+
+    def _flip(self, frame: bytes, probability: float) -> bytes:
+        if not frame or self._random.random() >= probability:
+            return frame
+        damaged = bytearray(frame)
+        damaged[self._random.randrange(len(damaged))] ^= 1 << self._random.randrange(8)
+        return bytes(damaged)
+
+
+class MemorySenderWire:
+    """SenderWire of the sender called `name`."""
+
+    def __init__(self, network: SimulatedNetwork, name: str) -> None:
+        self._network = network
+        self._name = name
+        self._endpoints: dict[str, str] = {}
+
+    def open_peer(self, peer: str, ctrl_endpoint: str) -> None:
+        self._endpoints[peer] = ctrl_endpoint
+
+    def open_lanes(self, peer: str, endpoints: tuple[str, ...]) -> None:
+        pass
+
+    def close_peer(self, peer: str) -> None:
+        self._endpoints.pop(peer, None)
+
+    def send_control(self, peer: str, message: control.ControlMessage, blob: bytes = b"") -> None:
+        endpoint = self._endpoints.get(peer)
+        if endpoint is not None:
+            address = f"{self._name}>{peer}"
+            self._network.post_control(
+                message, blob, lambda decoded, raw: self._network.deliver_to_receiver(endpoint, address, decoded, raw)
+            )
+
+    def send_data(self, peer: str, lane: int, header: DataHeader, payload: memoryview) -> None:
+        self._network.post_data(self._name, self._endpoints[peer], lane, header, payload)
+
+
+class MemoryReceiverWire:
+    """ReceiverWire of any receiver: peers are addressed as their sender's wire named them."""
+
+    def __init__(self, network: SimulatedNetwork) -> None:
+        self._network = network
+
+    def send_control(self, peer: str, message: control.ControlMessage, blob: bytes = b"") -> None:
+        name, _, key = peer.partition(">")
+        self._network.post_control(message, blob, lambda decoded, raw: self._network.deliver_to_sender(name, key, decoded))
