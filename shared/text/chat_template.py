@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from itertools import islice
@@ -22,8 +23,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from shared.errors import InvalidRequestError, ModelLoadError
 
 _MAX_STEPS = 2_000_000
+_STEPS_OF_A_CALL = 20
+_MAX_POWER_BITS = 4096
 DEFAULT_MAX_OUTPUT_CHARS = 16 << 20
 _LOOP_FILTER = "_counted"
+_WIDE_FIELD = re.compile(r"%[^a-zA-Z%]*(\d{4}|\*)")
 
 
 class _Budget:
@@ -76,12 +80,19 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
         return template
 
     def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
-        _budget.get().take(1)
-        return super().call(context, obj, *args, **kwargs)
+        budget = _budget.get()
+        budget.take(_STEPS_OF_A_CALL)
+        if isinstance(getattr(obj, "__self__", None), str):
+            # 'x'.ljust(10 ** 12)
+            budget.check_size(max((argument for argument in args if isinstance(argument, int)), default=0))
+        result = super().call(context, obj, *args, **kwargs)
+        if isinstance(result, str):
+            budget.check_size(len(result))
+        return result
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         budget = _budget.get()
-        if operator == "**" and isinstance(right, int) and right > 64:
+        if operator == "**" and isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > _MAX_POWER_BITS:
             raise jinja2.TemplateRuntimeError("it computes a power that is too large")
         if operator == "*":
             for sequence, count in ((left, right), (right, left)):
@@ -105,6 +116,12 @@ def _counted(items: Any) -> Any:
     return _budget.get().list_of(items)
 
 
+def _format(pattern: str, *args: Any, **kwargs: Any) -> str:
+    if _WIDE_FIELD.search(pattern):
+        raise jinja2.TemplateRuntimeError("it formats a field that is too wide")
+    return pattern % (kwargs or args)
+
+
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateRuntimeError(str(message))
 
@@ -120,7 +137,7 @@ def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, s
 
 def _new_environment() -> _BoundedEnvironment:
     environment = _BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock])
-    environment.filters.update({"tojson": _tojson, _LOOP_FILTER: _counted, "_joined": _joined})
+    environment.filters.update({"tojson": _tojson, _LOOP_FILTER: _counted, "_joined": _joined, "format": _format})
     environment.globals.update({"raise_exception": _raise_exception, "strftime_now": _strftime_now})
     return environment
 
