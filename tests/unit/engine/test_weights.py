@@ -15,7 +15,7 @@ from shared.engine.weights import load_weights
 from shared.errors import ModelLoadError
 from shared.model_config import LinearRopeScaling, Llama3RopeScaling, ModelConfig
 from shared.model_source import resolve_model
-from shared.weight_reader import start_loading
+from shared.weight_reader import read_weight, start_loading
 
 BIASED = with_changes(attention_bias=True, attention_output_bias=True, mlp_bias=True)
 
@@ -71,7 +71,7 @@ def test_smollm2_q_and_k_use_their_own_head_counts() -> None:
     for kind, num_heads in (("q", 9), ("k", 3)):
         name = f"model.layers.0.self_attn.{kind}_proj.weight"
         expected = next(weight for weight, _ in source.weights() if weight.name == name)
-        half_split = torch.from_numpy(shared.engine.weights.read_weight(source, expected, pairs[name]) @ hidden)
+        half_split = torch.from_numpy(read_weight(source, expected, pairs[name]) @ hidden)
         stored = pairs[name]
         raw = gguf.dequantize(stored.data.reshape(stored.shape[0], -1), gguf.GGMLQuantizationType[stored.type_name])
         neighbours = torch.from_numpy(raw.astype(np.float32) @ hidden).view(num_heads, 32, 2)

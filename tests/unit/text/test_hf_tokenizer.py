@@ -24,7 +24,7 @@ def test_ids_and_text(tmp_path: Path) -> None:
     tokenizer = tokenizer_from_hf(tmp_path, (2,))
     assert tokenizer.encode("hello") == [HELLO]
     assert tokenizer.decode([1, HELLO, 2]) == "hello"
-    assert (tokenizer.special_ids, tokenizer.bos_token_id, tokenizer.vocab_size) == ({0, 1, 2}, 1, len(TINY_TOKENS))
+    assert (tokenizer.special_ids, tokenizer.bos_token_id, tokenizer.vocab_size) == (frozenset({0, 1, 2}), 1, len(TINY_TOKENS))
 
 
 def test_bos_of_the_post_processor_is_added_exactly_once(tmp_path: Path) -> None:
