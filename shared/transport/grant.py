@@ -12,7 +12,7 @@ from enum import Enum, auto
 from shared.errors import ProtocolError, TransferError
 from shared.transport.control import Commit
 from shared.transport.frames import DataHeader
-from shared.transport.limits import MAX_CHUNK_FAILURES
+from shared.transport.limits import MAX_CHUNK_DAMAGES, MAX_CHUNK_LOSSES
 from shared.transport.seq_ranges import SeqSet
 
 
@@ -32,8 +32,9 @@ class _Fence:
 
 @dataclass(slots=True)
 class _Failure:
-    count: int
-    nack_seq: int
+    num_damaged: int = 0
+    num_lost: int = 0
+    nack_seq: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -116,16 +117,19 @@ class Grant:
         self.first_chunk_s = now if self.first_chunk_s is None else self.first_chunk_s
         self.last_chunk_s = now
 
-    def record_failure(self, seqs: Sequence[int]) -> None:
+    def record_failure(self, seqs: Sequence[int], *, is_damaged: bool) -> None:
         """Chunks to be asked for again with the next NACK. TransferError when one of them has failed too often."""
         self.nack_seq += 1
         self.num_failed += len(seqs)
         for seq in seqs:
-            failure = self._failures.setdefault(seq, _Failure(0, 0))
-            failure.count += 1
+            failure = self._failures.setdefault(seq, _Failure())
             failure.nack_seq = self.nack_seq
-            if failure.count >= MAX_CHUNK_FAILURES:
-                raise TransferError(f"chunk {seq} came damaged or was lost {failure.count} times")
+            if is_damaged:
+                failure.num_damaged += 1
+            else:
+                failure.num_lost += 1
+            if failure.num_damaged >= MAX_CHUNK_DAMAGES or failure.num_lost >= MAX_CHUNK_LOSSES:
+                raise TransferError(f"chunk {seq} came damaged {failure.num_damaged} times and was lost {failure.num_lost} times")
 
     def pass_fence(self, lane: int, header: DataHeader) -> tuple[list[int], list[int]]:
         """Record a fence. When all lanes have passed one: (chunks lost, chunks whose NACK the sender had not seen), else empty."""

@@ -12,8 +12,10 @@ OFFER_WAIT_S = 30.0
 MAX_WAITING_OFFERS = 1024
 MAX_TOMBSTONES = 4096
 """Ended transfers remembered, to answer a peer that has not heard yet."""
-MAX_CHUNK_FAILURES = 2
-"""A chunk that failed this often (bad checksum, lost) fails its transfer: one re-send, no more."""
+MAX_CHUNK_DAMAGES = 2
+"""A chunk that came damaged this often fails its transfer: one re-send, no more."""
+MAX_CHUNK_LOSSES = 5
+"""As above for a chunk not there at a fence: more, because after a reconnect it may merely be late."""
 DISCONNECT_GRACE_S = 0.25
 """A control connection that is not back after this is a dead peer."""
 TICK_S = 0.05

@@ -546,7 +546,7 @@ class ReceiverState:
             self._fail(grant, fault)
         elif not is_sound:
             self._counters["bad_checksums"] += 1
-            self._nack(grant, [header.chunk_seq])
+            self._nack(grant, [header.chunk_seq], is_damaged=True)
         else:
             self._counters["chunks_received"] += 1
             self._counters["bytes_received"] += header.payload_nbytes
@@ -561,12 +561,12 @@ class ReceiverState:
             grant.repeat_nack(unseen)
             self._send_nack(grant, unseen)
         if lost:
-            self._nack(grant, lost)
+            self._nack(grant, lost, is_damaged=False)
 
-    def _nack(self, grant: Grant, seqs: Sequence[int]) -> None:
+    def _nack(self, grant: Grant, seqs: Sequence[int], *, is_damaged: bool) -> None:
         self._counters["chunks_nacked"] += len(seqs)
         try:
-            grant.record_failure(seqs)
+            grant.record_failure(seqs, is_damaged=is_damaged)
         except TransferError as error:
             self._fail(grant, error.message)
             return

@@ -243,13 +243,13 @@ def test_lost_chunk_is_found_at_the_fence_and_sent_again(lost):
     assert pair.sender.counters()["chunks_resent"] == 1
 
 
-def test_chunk_that_fails_twice_fails_the_transfer():
+def test_chunk_that_comes_damaged_twice_fails_the_transfer():
     pair = MemoryPair(FaultPlan(data_flip=1.0))
     pair.offer(16)
     pair.expect(16, [0])
     pair.send_all(16)
     pair.run(2.0)
-    assert "2 times" in pair.receiver_log.ended[TRANSFER][0] and len(pair.sender_log.ended[TRANSFER]) == 1
+    assert "damaged 2 times" in pair.receiver_log.ended[TRANSFER][0] and len(pair.sender_log.ended[TRANSFER]) == 1
 
 
 def test_commit_without_all_blocks_fails_both_sides_at_once():
