@@ -82,7 +82,7 @@ class DecodeWorker(WorkerLoop):
         self._hidden_nbytes = source.config.hidden_size * self.engine.dtype.itemsize
         self._counters = {"generation_tokens": 0, "local_prompt_tokens": 0, "kv_recompute_fallbacks": 0, "kv_transfer_failures": 0}
         self._receiver = KVReceiver(
-            self.layout, self.engine.cache, self.incarnation, self, self.clock, settings, settings.bind_host, self.advertise_host
+            self.layout, self.engine.cache, self.incarnation, self, self.clock, settings, self.worker_id, settings.bind_host, self.advertise_host
         )
 
     def kv_ctrl_endpoint(self) -> str | None:
@@ -126,6 +126,8 @@ class DecodeWorker(WorkerLoop):
                 self.post(lambda: self._compute_locally(job))
                 return
             self._by_transfer[message.transfer_id] = message.request_id
+            # The wait for room may be long; an offer that comes meanwhile waits as long as the request does.
+            self._receiver.announce(message.transfer_id, message.deadline_s)
             self._reserve_queue.append(job)
             # Reserving here, not in the engine's next turn, lets the grant overlap the running step.
             self._reserve_from_queue()

@@ -1,0 +1,153 @@
+"""The sampler against the sorted definitions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from shared.engine.sampler import SamplingRow, filtered_probs, sample
+from shared.sampling_params import SamplingParams
+
+VOCAB = 500
+
+
+def logits_of(seed: int = 0) -> torch.Tensor:
+    return torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def row(
+    output: list[int] | None = None, prompt: list[int] | None = None, seed: int = 1, stops: tuple[int, ...] = (), **params: Any
+) -> SamplingRow:
+    return SamplingRow(SamplingParams(**params), seed, prompt or [], output or [], frozenset(stops))
+
+
+def draw(logits: torch.Tensor, **kwargs: Any) -> int:
+    return sample(logits[None], [row(**kwargs)])[0].token_id
+
+
+def kept(logits: torch.Tensor, **params: Any) -> set[int]:
+    return set(filtered_probs(logits, SamplingParams(**params)).nonzero().flatten().tolist())
+
+
+def sorted_definition(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> set[int]:
+    probs = (logits.double() / temperature).softmax(-1)
+    order = probs.argsort(descending=True, stable=True).tolist()
+    order = [i for i in order if probs[i] >= min_p * probs[order[0]]]
+    if top_k > 0:
+        order = order[:top_k]
+    total, mass, result = float(probs[order].sum()), 0.0, []
+    for i in order:
+        if result and mass >= top_p * total:
+            break
+        result.append(i)
+        mass += float(probs[i])
+    return set(result)
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"), [(0, 0.9, 0.0), (5, 1.0, 0.0), (20, 0.5, 0.0), (0, 1.0, 0.1), (40, 0.8, 0.02), (0, 1e-9, 0.0)]
+)
+def test_filters_keep_what_the_sorted_definition_keeps(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    logits = logits_of(3)
+    expected = sorted_definition(logits, temperature, top_k, top_p, min_p)
+    assert kept(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p) == expected
+
+
+def test_temperature_comes_before_min_p() -> None:
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
+    assert kept(logits, temperature=2.0, min_p=0.5) == {0, 1}
+
+
+def test_top_p_of_a_flat_distribution_needs_the_full_sort() -> None:
+    assert len(kept(torch.zeros(10_000), top_p=0.9)) == pytest.approx(9000, abs=1)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-9, 5e-324, 1e-5])
+def test_tiny_temperatures_give_the_argmax(temperature: float) -> None:
+    logits = logits_of()
+    assert draw(logits, temperature=temperature) == int(logits.argmax())
+
+
+def test_huge_temperature_is_finite_and_uniform() -> None:
+    draws = {draw(logits_of(), temperature=1e9, seed=seed) for seed in range(200)}
+    assert len(draws) > 150
+
+
+def test_top_k_off_values_equal_no_top_k() -> None:
+    logits = logits_of()
+    reference = [draw(logits, temperature=2.0, seed=seed) for seed in range(20)]
+    for top_k in (-1, 0, VOCAB, 10**6):
+        assert [draw(logits, temperature=2.0, seed=seed, top_k=top_k) for seed in range(20)] == reference
+    assert {draw(logits, temperature=2.0, seed=seed, top_k=1) for seed in range(20)} == {int(logits.argmax())}
+
+
+def test_draws_follow_the_distribution() -> None:
+    logits = torch.tensor([1.0, 0.0, -1.0, 2.0])
+    params = SamplingParams(temperature=0.7)
+    counts = torch.zeros(4)
+    num_draws = 4000
+    for position in range(num_draws):
+        counts[sample(logits[None], [SamplingRow(params, 9, [], [0] * position, frozenset())])[0].token_id] += 1
+    expected = (logits / 0.7).softmax(-1) * num_draws
+    assert float(((counts - expected) ** 2 / expected).sum()) < 16.3  # chi-square, 3 degrees of freedom, p = 0.001
+
+
+def test_a_seeded_row_does_not_depend_on_its_batch() -> None:
+    logits = torch.stack([logits_of(i) for i in range(8)])
+    rows = [row(temperature=1.5, seed=i) if i % 2 else row(temperature=0.0) for i in range(8)]
+    together = [token.token_id for token in sample(logits, rows)]
+    alone = [sample(logits[i : i + 1], rows[i : i + 1])[0].token_id for i in range(8)]
+    assert together == alone
+
+
+def test_choices_of_one_prompt_draw_independently() -> None:
+    assert len({draw(logits_of(), temperature=2.0, sequence_index=i) for i in range(8)}) > 4
+
+
+def test_min_tokens_suppresses_every_stop_id_until_then() -> None:
+    logits = logits_of()
+    logits[2] = 100.0
+    assert draw(logits, temperature=0.0, stops=(2,), min_tokens=3, output=[1, 1]) != 2
+    assert draw(logits, temperature=0.0, stops=(2,), min_tokens=3, output=[1, 1, 1]) == 2
+
+
+def test_stop_id_survives_when_nothing_else_is_allowed() -> None:
+    assert draw(logits_of(), temperature=1.0, stops=(2,), min_tokens=3, allowed_token_ids=(2,)) == 2
+
+
+def test_bias_and_allowed_ids() -> None:
+    logits = logits_of()
+    assert draw(logits, temperature=0.0, logit_bias={7: 100.0}) == 7
+    assert draw(logits, temperature=2.0, allowed_token_ids=(4, 9)) in (4, 9)
+
+
+def test_penalties_match_their_formulas_over_prompt_and_output() -> None:
+    logits = logits_of(5)
+    prompt, output = [1, 2, 3, 3], [3, 4, 4]
+    expected = logits.clone()
+    for i in (1, 2, 3, 4):
+        expected[i] = expected[i] / 1.3 if expected[i] > 0 else expected[i] * 1.3
+    expected[3] -= 0.5 * 1 + 0.2
+    expected[4] -= 0.5 * 2 + 0.2
+    token = draw(logits, temperature=0.0, prompt=prompt, output=output, repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.2)
+    assert token == int(expected.argmax())
+
+
+def test_logprobs_are_raw_and_ranked() -> None:
+    logits = logits_of()
+    sampled = sample(logits[None], [row(temperature=0.0, num_logprobs=3, logit_bias={11: 100.0})])[0]
+    raw = logits.log_softmax(-1)
+    assert sampled.token_id == 11 and sampled.logprobs is not None
+    assert sampled.logprobs.logprob == pytest.approx(float(raw[11]), abs=1e-6)
+    assert sampled.logprobs.rank == int((raw > raw[11]).sum()) + 1
+    assert list(sampled.logprobs.top_token_ids) == raw.topk(3).indices.tolist()
+
+
+def test_logits_are_left_as_they_were() -> None:
+    logits = logits_of()
+    before = logits.clone()
+    sample(logits[None], [row(temperature=1.0, repetition_penalty=2.0, prompt=[1], logit_bias={1: 5.0}, top_p=0.5)])
+    assert torch.equal(logits, before)
