@@ -217,7 +217,7 @@ class KVReceiver:
             try:
                 message = control.decode(frames[1])
             except ProtocolError as error:
-                logger.warning("KV control message refused: %s", error)
+                logger.debug("KV control message refused: %s", error)
                 self.state.count_malformed()
                 continue
             self.state.on_control(frames[0].decode("latin-1"), message, frames[2] if len(frames) == 3 else b"")

@@ -256,7 +256,7 @@ class KVSender:
             try:
                 message = control.decode(frames[0])
             except ProtocolError as error:
-                logger.warning("KV control message refused: %s", error)
+                logger.debug("KV control message refused: %s", error)
                 continue
             self._state.on_control(peer, message)
         if peer in self._links:

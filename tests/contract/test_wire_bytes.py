@@ -72,7 +72,7 @@ def test_data_header_is_read_back():
 
 
 def test_checksum_is_xxh3_64():
-    assert checksum(b"pagewire") == 0x8f3e076233c103d7
+    assert checksum(b"pagewire") == 0x8F3E076233C103D7
 
 
 def test_any_flipped_bit_of_a_header_is_refused():
