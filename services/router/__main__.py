@@ -32,7 +32,8 @@ from shared.worker.process import report_status, set_up_process
 _logger = logging.getLogger(__name__)
 KEEP_ALIVE_S = 65
 """Longer than the idle time after which clients and proxies drop a pooled connection themselves (often 5 to 60 s)."""
-GRACEFUL_S = 2
+GRACEFUL_S = 1
+"""Requests in flight get this long after SIGTERM; then they are aborted at the workers and answered 503."""
 _BACKLOG = 2048
 
 

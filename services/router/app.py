@@ -182,10 +182,13 @@ def _add_status_routes(app: FastAPI, parts: RouterParts) -> None:
         }
         return _json(details, 200 if directory.is_ready else 503)
 
-    @app.api_route("/metrics", methods=["GET", "HEAD"], response_model=None)
-    async def metrics(request: Request) -> Response:
-        content = parts.metrics.render() if request.method == "GET" else b""
-        return Response(content, media_type=CONTENT_TYPE)
+    @app.get("/metrics", response_model=None)
+    async def metrics() -> Response:
+        return Response(parts.metrics.render(), media_type=CONTENT_TYPE)
+
+    @app.head("/metrics", response_model=None, include_in_schema=False)
+    async def metrics_head() -> Response:
+        return Response(media_type=CONTENT_TYPE)
 
 
 def _json(value: Any, status: int = 200) -> Response:

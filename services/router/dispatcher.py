@@ -25,6 +25,7 @@ from shared.errors import (
     InvalidRequestError,
     OverloadedError,
     PagewireError,
+    TransferError,
     UnavailableError,
     WorkerFailedError,
 )
@@ -37,7 +38,6 @@ from shared.messages import (
     RequestFailed,
     RequestOutput,
     WorkerMessage,
-    WorkerTiming,
 )
 from shared.sampling_params import SamplingParams
 from shared.telemetry import SPAN_ROUTE, start_span
@@ -50,6 +50,7 @@ _ERROR_CLASSES: dict[str, type[PagewireError]] = {
     "invalid_request": InvalidRequestError,
     "overloaded": OverloadedError,
     "deadline": DeadlineExceededError,
+    "transfer": TransferError,
 }
 
 
@@ -83,7 +84,12 @@ class _Deadline:
     """Put in the mailbox when time is up."""
 
 
-Mail = WorkerMessage | WorkerGone | _Deadline
+@dataclass(frozen=True)
+class _PrefillRefused:
+    error: PagewireError
+
+
+Mail = WorkerMessage | WorkerGone | _PrefillRefused | _Deadline
 
 
 class _RetryableFailure(Exception):
@@ -98,6 +104,10 @@ class _Pair:
     route: Route
     decode: Worker
     prefill: Worker | None
+
+    @property
+    def prefill_holder(self) -> Holder:
+        return (self.prefill or self.decode).holder
 
 
 class Dispatcher:
@@ -212,7 +222,7 @@ class Dispatcher:
         decode.client.register(request_id, mailbox.put_nowait)
         if prefill is not None:
             prefill_worker = prefill
-            prefill.client.register(request_id, lambda mail: self._note_prefill(prefill_worker, request_id, mail))
+            prefill.client.register(request_id, lambda mail: self._note_prefill(prefill_worker, request_id, mail, mailbox))
         self._count_load(request, request_id, pair)
         next_index = 0
         is_finished = False
@@ -231,16 +241,17 @@ class Dispatcher:
                     if is_finished:
                         self._metrics.preemptions.inc(mail.num_preemptions)
                     yield mail
-                elif isinstance(mail, WorkerTiming):
-                    self._metrics.observe_timing(mail)
                 elif isinstance(mail, RequestFailed):
                     error = _as_error(mail)
-                    if mail.retryable and not isinstance(error, (InvalidRequestError, DeadlineExceededError)):
+                    if mail.retryable:
                         raise _RetryableFailure(error, decode.holder)
                     raise error
                 elif isinstance(mail, WorkerGone):
                     raise _RetryableFailure(WorkerFailedError(mail.reason, retry_after_s=1.0), decode.holder)
-                else:
+                elif isinstance(mail, _PrefillRefused):
+                    if next_index == 0:
+                        raise _RetryableFailure(mail.error, pair.prefill_holder)
+                elif isinstance(mail, _Deadline):
                     raise DeadlineExceededError(f"the request did not finish within {self._settings.request_timeout_s:g} s")
         finally:
             timer.cancel()
@@ -294,11 +305,12 @@ class Dispatcher:
         if not pair.prefill.client.send(prefill_request):
             raise _RetryableFailure(WorkerFailedError("the prefill worker takes no messages"), pair.prefill.holder)
 
-    def _note_prefill(self, worker: Worker, request_id: str, mail: WorkerMessage | WorkerGone) -> None:
-        """News from prefill are for the books only: decode learns of a failure through the transfer, and what decode says counts."""
-        if isinstance(mail, WorkerTiming):
-            self._metrics.observe_timing(mail)
+    def _note_prefill(self, worker: Worker, request_id: str, mail: WorkerMessage | WorkerGone, mailbox: asyncio.Queue[Mail]) -> None:
+        """News from prefill. Decode learns of a failed transfer by itself, and what decode says counts; but of a request that prefill
+        did not take in at all, decode would hear nothing."""
         worker.release(request_id)
+        if isinstance(mail, RequestFailed) and mail.error_type in ("overloaded", "invalid_request"):
+            mailbox.put_nowait(_PrefillRefused(_as_error(mail)))
 
 
 def _candidates(workers: Sequence[Worker], overlap: dict[Holder, int], avoid: set[Holder], is_strict: bool) -> list[Candidate]:

@@ -65,6 +65,7 @@ class RouterMetrics:
         self.success, self.rejected, self.routes, self.http_requests = counters
         self.in_flight = Gauge(telemetry.METRIC_IN_FLIGHT, "Choices in flight", ["model_name"], registry=self.registry).labels(model_name)
         self.registry.register(WorkerCollector(model_name, directory))
+        directory.on_timing = self.observe_timing
 
     def count_success(self, finish_reason: str) -> None:
         self.success.labels(self._model, finish_reason).inc()

@@ -23,7 +23,7 @@ from services.router.dispatcher import EngineRequest
 from services.router.error_object import error_event, error_response
 from services.router.in_flight import InFlightLimit
 from services.router.observation import RequestObservation
-from shared.errors import PagewireError, WorkerFailedError
+from shared.errors import PagewireError, UnavailableError, WorkerFailedError
 from shared.messages import RequestOutput
 
 _logger = logging.getLogger(__name__)
@@ -96,8 +96,14 @@ class GenerationResponse(Response):
                 self._observation.disconnect(self._usage())
             else:
                 answer.result()
+        except asyncio.CancelledError:
+            # Only the server does this, when its time to drain is over: say so instead of letting the connection break.
+            answer.cancel()
+            await asyncio.gather(answer, return_exceptions=True)
+            error = UnavailableError("the server is shutting down", retry_after_s=1.0)
+            self._observation.fail(error, self._usage())
+            await self._send_error(error, scope, receive, send)
         finally:
-            # Also the way out when the server itself is cancelled: the generators then close and abort.
             for task in (answer, watch):
                 task.cancel()
             await asyncio.gather(answer, watch, return_exceptions=True)

@@ -15,7 +15,7 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from shared.errors import ProtocolError
-from shared.messages import Message, WorkerMessage, decode_worker_message, encode
+from shared.messages import Message, WorkerMessage, WorkerTiming, decode_worker_message, encode
 
 _logger = logging.getLogger(__name__)
 _HEARTBEAT_INTERVAL_MS = 1000
@@ -37,10 +37,18 @@ Handler = Callable[[WorkerMessage | WorkerGone], None]
 class WorkerClient:
     """Not thread-safe: everything happens on the event loop that called `start`."""
 
-    def __init__(self, context: zmq.asyncio.Context, worker_id: str, endpoint: str, on_disconnect: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        worker_id: str,
+        endpoint: str,
+        on_disconnect: Callable[[], None],
+        on_timing: Callable[[WorkerTiming], None],
+    ) -> None:
         self._worker_id = worker_id
         self._endpoint = endpoint
         self._on_disconnect = on_disconnect
+        self._on_timing = on_timing
         self._socket = context.socket(zmq.DEALER)
         for option, value in (
             (zmq.LINGER, 0),
@@ -117,6 +125,9 @@ class WorkerClient:
                 if self.num_invalid_messages == 1:
                     _logger.warning("worker %s sent a message that cannot be read: %s", self._worker_id, error)
                 continue
+            if isinstance(message, WorkerTiming):
+                # Often the last message about a request, after the one that ended it: nobody need be waiting for it.
+                self._on_timing(message)
             # Messages about requests that have ended are expected: the abort and they crossed.
             handler = self._handlers.get(message.request_id)
             if handler is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -23,10 +23,12 @@ from shared.cache.prefix_index import Holder
 from shared.cache.redis_prefix_index import SOCKET_TIMEOUT_S
 from shared.clock import Clock
 from shared.membership import WorkerRecord, parse_record, worker_key, workers_key
+from shared.messages import WorkerTiming
 
 _logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.2
 _FORGET_ID_AFTER_S = 60.0
+_SHUTDOWN = "the router is shutting down"
 WorkerRole = Literal["prefill", "decode"]
 
 
@@ -101,6 +103,8 @@ class WorkerDirectory:
         self._unused_since_s: dict[str, float] = {}
         self._task: asyncio.Task[None] | None = None
         self.redis_ok = False
+        self.on_timing: Callable[[WorkerTiming], None] = lambda timing: None
+        """Told what each phase of each request took; set before `start`."""
 
     async def start(self) -> None:
         self._task = asyncio.create_task(self._poll_forever())
@@ -111,7 +115,7 @@ class WorkerDirectory:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
         for worker in list(self._workers.values()):
-            self._remove(worker, "the router is shutting down")
+            self._remove(worker, _SHUTDOWN)
 
     @property
     def workers(self) -> list[Worker]:
@@ -211,7 +215,9 @@ class WorkerDirectory:
         return True
 
     def _add(self, record: WorkerRecord) -> None:
-        client = WorkerClient(self._context, record.worker_id, record.rpc_endpoint, lambda: self._disconnected(worker))
+        client = WorkerClient(
+            self._context, record.worker_id, record.rpc_endpoint, lambda: self._disconnected(worker), lambda timing: self.on_timing(timing)
+        )
         worker = Worker(record, client)
         self._workers[record.worker_id] = worker
         client.start()
@@ -225,7 +231,8 @@ class WorkerDirectory:
     def _remove(self, worker: Worker, reason: str) -> None:
         if self._workers.get(worker.record.worker_id) is worker:
             del self._workers[worker.record.worker_id]
-            _logger.warning("worker %s (%s) is gone: %s", worker.record.worker_id, worker.record.role, reason)
+            level = logging.INFO if reason == _SHUTDOWN else logging.WARNING
+            _logger.log(level, "worker %s (%s) is gone: %s", worker.record.worker_id, worker.record.role, reason)
         worker.client.close(f"worker {worker.record.worker_id} is gone: {reason}")
 
     async def _drop_unused_ids(self, listed_ids: Iterable[str], records: dict[str, WorkerRecord]) -> None:
