@@ -14,11 +14,17 @@ from dataclasses import dataclass
 from shared.batch import ScheduledRequest, SchedulerOutput
 from shared.cache.kv_cache_manager import KVCacheManager
 from shared.request import Request, RequestStatus
+from shared.step_time import StepTimeModel
 
 OLDEST_SHARE = 8
 """The oldest unfinished prompt gets at least 1/8 of every step's budget."""
 MAX_BYPASSES = 64
 """After this many later admissions, a request that waits for blocks closes the door to all behind it."""
+
+
+MIN_TIMED_BLOCKS = 4
+"""The time bound never cuts a step below this many blocks: smaller steps are hardly shorter, and a machine that is busy with
+something else would crawl."""
 
 
 @dataclass(frozen=True)
@@ -30,29 +36,13 @@ class SchedulerLimits:
     block_size: int
 
 
-class SpeedMeter:
-    """Tokens a second of prefill-like steps: an exponential average that follows the machine and forgets one-off stalls."""
-
-    MIN_TOKENS = 16
-    WEIGHT = 0.3
-
-    def __init__(self) -> None:
-        self.tokens_per_s = 0.0
-
-    def record(self, num_tokens: int, step_s: float) -> None:
-        if num_tokens < self.MIN_TOKENS or step_s <= 0:
-            return
-        speed = num_tokens / step_s
-        self.tokens_per_s += (speed - self.tokens_per_s) * (self.WEIGHT if self.tokens_per_s else 1.0)
-
-
 class Scheduler:
     """Owns the requests of a worker from `add` to `remove`. Called from the engine thread only."""
 
     def __init__(self, manager: KVCacheManager, limits: SchedulerLimits) -> None:
         self.manager = manager
         self.limits = limits
-        self.speed = SpeedMeter()
+        self.step_time = StepTimeModel()
         self.waiting: dict[str, Request] = {}
         self.running: dict[str, Request] = {}
         self.num_preemptions = 0
@@ -94,12 +84,12 @@ class Scheduler:
     # ---- one step ---------------------------------------------------------------------------------------------------
     def token_budget(self) -> int:
         limit = self.limits.max_num_batched_tokens
-        if self.speed.tokens_per_s:
-            timed = int(self.speed.tokens_per_s * self.limits.max_step_s)
-            # Whole blocks: a chunk then ends where a block ends, and the block can leave for decode at once.
-            timed = max(self.limits.block_size, timed // self.limits.block_size * self.limits.block_size)
-            limit = min(limit, timed)
-        return limit
+        timed = self.step_time.tokens_within(self.limits.max_step_s)
+        if timed is None:
+            return limit
+        # Whole blocks: a chunk then ends where a block ends, and the block can leave for decode at once.
+        timed = timed // self.limits.block_size * self.limits.block_size
+        return min(limit, max(timed, MIN_TIMED_BLOCKS * self.limits.block_size))
 
     def schedule(self) -> SchedulerOutput | None:
         """None when nothing can run."""
@@ -116,7 +106,7 @@ class Scheduler:
         """Book what a step computed: positions, published blocks, measured speed."""
         num_prompt_rows = output.num_tokens - output.num_decode_rows
         if num_prompt_rows > output.num_decode_rows:
-            self.speed.record(output.num_tokens, step_s)
+            self.step_time.record(output.num_tokens, step_s)
         for row in output.scheduled:
             row.request.num_computed_tokens = row.end
             self.manager.publish_full_blocks(row.request)

@@ -29,7 +29,8 @@ from shared.weight_reader import PendingWeights
 
 logger = logging.getLogger(__name__)
 
-WARM_UP_TOKENS = 128
+WARM_UP_TOKENS = (16, 128)
+"""Sizes of the two steps that calibrate the step-time model."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class EngineCore:
             self.config.max_model_len, settings.max_model_len or self.config.max_model_len, num_blocks * settings.block_size
         )
         model = LlamaForCausalLM(self.config, weights, RotaryTable(self.config, self.max_model_len, self.device))
-        self.cache = KVCache(self.config, num_blocks, settings.block_size, self.dtype, self.device)
+        self.cache = KVCache(self.config, num_blocks, settings.block_size, self.dtype)
         self.root = root_hash(source.fingerprint, self.dtype_name, settings.block_size)
         pool = BlockPool(num_blocks, lambda h: on_cached([h]), lambda h: on_evicted([h]))
         self.manager = KVCacheManager(pool, settings.block_size, self.root, settings.enable_prefix_caching)
@@ -105,21 +106,26 @@ class EngineCore:
         return num_blocks
 
     def _warm_up(self) -> None:
-        """One prompt through the model before anyone waits for it; its speed is the scheduler's first estimate."""
-        num_tokens = max(2, min(WARM_UP_TOKENS, self.max_model_len, self.settings.max_num_batched_tokens))
+        """Prompts through the model before anyone waits for one; their times are the scheduler's first estimate."""
+        longest = min(self.max_model_len, self.settings.max_num_batched_tokens)
+        small, large = max(1, min(WARM_UP_TOKENS[0], longest - 1)), min(WARM_UP_TOKENS[1], longest)
+        self._time_step(large)
+        timings = [(num_tokens, min(self._time_step(num_tokens) for _ in range(2))) for num_tokens in (small, large)]
+        self.manager.num_queried_tokens = self.manager.num_hit_tokens = 0
+        if small < large:
+            self.scheduler.step_time.calibrate(*timings)
+
+    def _time_step(self, num_tokens: int) -> float:
         request = Request("warm-up", [0] * num_tokens, arrival_s=0.0, deadline_at_s=0.0)
         if self.manager.reserve(request) is None:
             raise ConfigurationError("the KV cache is too small for one prompt; raise PAGEWIRE_NUM_BLOCKS")
         try:
-            for _ in range(2):
-                start_s = time.monotonic()
-                hidden = self.runner.execute(SchedulerOutput([ScheduledRequest(request, 0, num_tokens)]))
-                self.runner.compute_logits(hidden)
-                step_s = time.monotonic() - start_s
+            start_s = time.monotonic()
+            hidden = self.runner.execute(SchedulerOutput([ScheduledRequest(request, 0, num_tokens)]))
+            self.runner.compute_logits(hidden)
+            return time.monotonic() - start_s
         finally:
             self.manager.free(request.request_id)
-        self.manager.num_queried_tokens = self.manager.num_hit_tokens = 0
-        self.scheduler.speed.record(num_tokens, step_s)
 
     def schedule(self) -> SchedulerOutput | None:
         """None when nothing can run now."""

@@ -5,20 +5,22 @@ Shape [num_blocks, num_layers, 2 (K, V), num_kv_heads, block_size, head_dim].
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from shared.model_config import ModelConfig
 
 
 class KVCache:
-    def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        # Zeros, not empty: attention masks unused slots, and a mask does not silence a NaN.
-        self.tensor = torch.zeros(
-            num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim, dtype=dtype, device=device
-        )
+    def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
+        shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
         self.block_size = block_size
-        self.block_nbytes = self.tensor[0].numel() * self.tensor.element_size()
-        self._bytes = memoryview(self.tensor.view(torch.uint8).flatten().numpy().data) if device.type == "cpu" else None
+        self.block_nbytes = self.bytes_per_block(config, block_size, dtype.itemsize)
+        # Zeros, not empty: attention masks unused slots, and a mask does not silence a NaN. numpy's zeros come from the system
+        # untouched, so a block costs memory when it is first used; torch.zeros would write all of it at start.
+        memory = np.zeros(num_blocks * self.block_nbytes, dtype=np.uint8)
+        self.tensor = torch.from_numpy(memory).view(dtype).view(shape)
+        self._bytes = memory.data
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Key and value cache of one layer, each a view [num_blocks, num_kv_heads, block_size, head_dim]."""
@@ -26,7 +28,6 @@ class KVCache:
 
     def block_view(self, block_id: int) -> memoryview:
         """The bytes of one block, writable, without a copy: [num_layers][K|V][kv_head][token][head_dim]."""
-        assert self._bytes is not None, "blocks on a GPU are staged, not viewed"
         return self._bytes[block_id * self.block_nbytes : (block_id + 1) * self.block_nbytes]
 
     @staticmethod

@@ -253,7 +253,7 @@ class WorkerLoop(ABC):
             num_waiting_tokens=num_waiting_tokens,
             num_blocks_used=manager.pool.num_used,
             num_blocks_cached=manager.pool.num_cached,
-            tokens_per_s=scheduler.speed.tokens_per_s,
+            tokens_per_s=scheduler.step_time.tokens_per_s,
             counters={
                 "steps": self.engine.num_steps,
                 "prefix_cache_queries": manager.num_queried_tokens,
