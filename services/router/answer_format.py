@@ -50,8 +50,9 @@ class AnswerFormat(Protocol):
 
 
 class CompletionFormat:
-    def __init__(self, head: AnswerHead, tokenizer: Tokenizer) -> None:
+    def __init__(self, head: AnswerHead, tokenizer: Tokenizer, tokens_as_ids: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._tokens_as_ids = tokens_as_ids
         self._head = {"id": head.answer_id, "object": "text_completion", "created": head.created, "model": head.model}
 
     def chunk(self, index: int, piece: TokenPiece, is_first: bool, prefix: str) -> Json:
@@ -93,6 +94,8 @@ class CompletionFormat:
 
     def _token(self, token_id: int) -> str:
         """A token as text; one that is only part of a character as "bytes:\\xf0\\x9f", so that each id reads differently."""
+        if self._tokens_as_ids:
+            return f"token_id:{token_id}"
         raw = self._tokenizer.token_bytes(token_id)
         try:
             return raw.decode()
@@ -101,8 +104,9 @@ class CompletionFormat:
 
 
 class ChatFormat:
-    def __init__(self, head: AnswerHead, tokenizer: Tokenizer) -> None:
+    def __init__(self, head: AnswerHead, tokenizer: Tokenizer, tokens_as_ids: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._tokens_as_ids = tokens_as_ids
         self._head = {"id": head.answer_id, "object": "chat.completion", "created": head.created, "model": head.model}
         self._chunk_head = {**self._head, "object": "chat.completion.chunk"}
 
@@ -148,7 +152,8 @@ class ChatFormat:
 
     def _token(self, token_id: int, logprob: float) -> Json:
         raw = self._tokenizer.token_bytes(token_id)
-        return {"token": raw.decode("utf-8", errors="replace"), "logprob": logprob, "bytes": list(raw)}
+        text = f"token_id:{token_id}" if self._tokens_as_ids else raw.decode("utf-8", errors="replace")
+        return {"token": text, "logprob": logprob, "bytes": list(raw)}
 
 
 def _alternatives(token_id: int, entry: TokenLogprobs) -> Iterable[tuple[int, float]]:

@@ -71,7 +71,7 @@ class Frontend:
     async def complete(self, body: CompletionRequest, receipt: Receipt) -> GenerationResponse:
         """Raises what is wrong with the request; what goes wrong later is in the response."""
         head = self._head("cmpl")
-        answer_format = CompletionFormat(head, self._model.tokenizer)
+        answer_format = CompletionFormat(head, self._model.tokenizer, bool(body.return_tokens_as_token_ids))
         observation = self._observe(OPERATION_COMPLETION, head, body, receipt)
         with _failing(observation):
             self._check(body)
@@ -86,7 +86,7 @@ class Frontend:
     async def chat(self, body: ChatCompletionRequest, receipt: Receipt) -> GenerationResponse:
         """As `complete`, for a conversation; by default the answer may fill the context."""
         head = self._head("chatcmpl")
-        answer_format = ChatFormat(head, self._model.tokenizer)
+        answer_format = ChatFormat(head, self._model.tokenizer, bool(body.return_tokens_as_token_ids))
         observation = self._observe(OPERATION_CHAT, head, body, receipt)
         with _failing(observation):
             self._check(body)
@@ -189,7 +189,7 @@ class Frontend:
     def _response(
         self, body: GenerationRequest, choices: list[PlannedChoice], answer_format: AnswerFormat, observation: RequestObservation
     ) -> GenerationResponse:
-        options = AnswerOptions(bool(body.stream), body.include_usage, body.continuous_usage)
+        options = AnswerOptions(bool(body.stream), body.include_usage, body.continuous_usage, bool(body.return_token_ids))
         headers = {}
         ignored = ",".join(name for name in body.ignored_fields() if _FIELD_NAME.fullmatch(name))
         if ignored:

@@ -51,8 +51,6 @@ NOT_OFFERED: Mapping[str, tuple[object, ...]] = {
     "documents": ([],),
     "logits_processors": ([],),
     "kv_transfer_params": ({},),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
     "prompt_embeds": (),
     "lora_path": (),
 }
@@ -171,6 +169,8 @@ class GenerationRequest(BaseModel):
     include_stop_str_in_output: bool | None = None
     add_special_tokens: bool | None = None
     priority: int | None = Field(None, ge=-_INT64, lt=_INT64)
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
     @property
     def num_choices(self) -> int:

@@ -17,7 +17,7 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from services.router.answer_format import AnswerFormat, Usage
+from services.router.answer_format import AnswerFormat, Json, Usage
 from services.router.choice import ChoiceAssembler, TokenPiece
 from services.router.dispatcher import EngineRequest
 from services.router.error_object import error_event, error_response
@@ -53,6 +53,7 @@ class AnswerOptions:
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
+    return_token_ids: bool = False
 
 
 class GenerationResponse(Response):
@@ -132,6 +133,8 @@ class GenerationResponse(Response):
         async with aclosing(self._pieces()) as pieces:
             async for index, piece in pieces:
                 chunk = self._format.chunk(index, piece, is_first[index], self._choices[index].prefix)
+                if self._options.return_token_ids:
+                    self._add_token_ids(chunk["choices"][0], index, [piece], with_prompt=is_first[index])
                 is_first[index] = False
                 if self._options.continuous_usage:
                     chunk["usage"] = self._usage().as_json()
@@ -147,9 +150,18 @@ class GenerationResponse(Response):
             async for index, piece in pieces:
                 collected[index].append(piece)
                 self._observation.token(index)
-        body = orjson.dumps(self._format.whole(collected, [choice.prefix for choice in self._choices], self._usage()))
+        answer = self._format.whole(collected, [choice.prefix for choice in self._choices], self._usage())
+        if self._options.return_token_ids:
+            for index, pieces_of_choice in enumerate(collected):
+                self._add_token_ids(answer["choices"][index], index, pieces_of_choice, with_prompt=True)
+        body = orjson.dumps(answer)
         await self._send_start(send, {"content-type": "application/json", "content-length": str(len(body))})
         await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    def _add_token_ids(self, choice: Json, index: int, pieces: list[TokenPiece], with_prompt: bool) -> None:
+        choice["token_ids"] = [piece.token_id for piece in pieces]
+        if with_prompt:
+            choice["prompt_token_ids"] = self._choices[index].engine_request.prompt.token_ids
 
     async def _pieces(self) -> AsyncGenerator[tuple[int, TokenPiece], None]:
         """The pieces of all choices as they come, each with the index of its choice."""

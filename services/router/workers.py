@@ -7,7 +7,6 @@ its lease has run out, when another incarnation took its name, or when it left.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -102,6 +101,7 @@ class WorkerDirectory:
         self._refused: set[Holder] = set()
         self._unused_since_s: dict[str, float] = {}
         self._task: asyncio.Task[None] | None = None
+        self._is_closing = False
         self.redis_ok = False
         self.on_timing: Callable[[WorkerTiming], None] = lambda timing: None
         """Told what each phase of each request took; set before `start`."""
@@ -110,10 +110,11 @@ class WorkerDirectory:
         self._task = asyncio.create_task(self._poll_forever())
 
     async def close(self) -> None:
+        self._is_closing = True
         if self._task is not None:
+            # A cancellation that meets a time-out in the Redis client can get lost there: the flag ends the loop all the same.
             self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await asyncio.wait({self._task}, timeout=1.0)
         for worker in list(self._workers.values()):
             self._remove(worker, _SHUTDOWN)
 
@@ -142,7 +143,7 @@ class WorkerDirectory:
         return min([limit, *(worker.record.max_model_len for worker in self._workers.values())])
 
     async def _poll_forever(self) -> None:
-        while True:
+        while not self._is_closing:
             try:
                 async with asyncio.timeout(2 * SOCKET_TIMEOUT_S):
                     listed_ids, records = await self._read()

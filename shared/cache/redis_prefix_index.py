@@ -45,6 +45,7 @@ class RedisPrefixIndexReader:
         self._client = client
         self._namespace = namespace
         self._is_open = True
+        self._is_closing = False
         self._probe: asyncio.Task[None] | None = None
         self._lookups: set[asyncio.Task[dict[Holder, int]]] = set()
 
@@ -65,10 +66,10 @@ class RedisPrefixIndexReader:
 
     async def close(self) -> None:
         """Stop probing. The client belongs to the caller."""
+        self._is_closing = True
         if self._probe is not None:
             self._probe.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._probe
+            await asyncio.wait({self._probe}, timeout=1.0)
 
     async def _look_up(self, holders: Sequence[Holder], hashes: Sequence[BlockHash]) -> dict[Holder, int]:
         try:
@@ -87,7 +88,7 @@ class RedisPrefixIndexReader:
             self._probe = asyncio.create_task(self._wait_for_redis())
 
     async def _wait_for_redis(self) -> None:
-        while not self._is_open:
+        while not self._is_open and not self._is_closing:
             await asyncio.sleep(_RETRY_INTERVAL_S)
             with contextlib.suppress(redis.RedisError, OSError, TimeoutError):
                 async with asyncio.timeout(SOCKET_TIMEOUT_S):

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from services.router.policy import Candidate, RequestFacts, Route, prefill_cost_ms, select
+
+FACTS = RequestFacts(num_prompt_tokens=512, block_size=16, local_prefill_max_tokens=16)
+DECODE = [Candidate("d", 1, tokens_per_s=1000)]
+
+
+def prefill_workers(loads: list[int], **fields: object) -> list[Candidate]:
+    return [Candidate(f"p{index}", 1, num_requests=load, tokens_per_s=10_000, **fields) for index, load in enumerate(loads)]  # type: ignore[arg-type]
+
+
+def chosen(route: Route | None) -> str:
+    assert route is not None
+    assert route.prefill is not None
+    return route.prefill.worker_id
+
+
+def test_holder_of_the_prefix_is_preferred() -> None:
+    workers = prefill_workers([0, 0, 0])
+    workers[1] = replace(workers[1], overlap_blocks=10)
+    assert chosen(select(FACTS, workers, DECODE)) == "p1"
+
+
+def test_busy_worker_does_not_switch_off_affinity_for_others() -> None:
+    workers = prefill_workers([50, 1, 1, 1])
+    workers[3] = replace(workers[3], overlap_blocks=20)
+    assert chosen(select(FACTS, workers, DECODE)) == "p3"
+
+
+def test_queue_at_the_holder_sends_the_prefix_elsewhere() -> None:
+    workers = prefill_workers([10, 0])
+    workers[0] = replace(workers[0], overlap_blocks=31)
+    assert chosen(select(FACTS, workers, DECODE)) == "p1"
+
+
+def test_waiting_tokens_count_by_the_workers_own_speed() -> None:
+    fast = Candidate("fast", 1, num_waiting_tokens=10_000, tokens_per_s=100_000)
+    slow = Candidate("slow", 1, num_waiting_tokens=1_000, tokens_per_s=1_000)
+    assert chosen(select(FACTS, [slow, fast], DECODE)) == "fast"
+
+
+def test_equal_workers_take_turns() -> None:
+    workers = prefill_workers([0, 0, 0])
+    counts = {worker.worker_id: 0 for worker in workers}
+    for _ in range(30):
+        winner = chosen(select(FACTS, workers, DECODE))
+        counts[winner] += 1
+        workers = [replace(worker, num_assigned=counts[worker.worker_id]) for worker in workers]
+    assert set(counts.values()) == {10}
+
+
+def test_block_with_the_last_token_is_of_no_use() -> None:
+    facts = replace(FACTS, num_prompt_tokens=64)
+    assert facts.max_usable_blocks == 3
+    holder = Candidate("p", 1, overlap_blocks=4, tokens_per_s=1000)
+    assert prefill_cost_ms(facts, holder) == 16.0
+    assert replace(facts, num_prompt_tokens=65).max_usable_blocks == 4
+
+
+def test_short_tail_behind_a_cached_prefix_stays_on_decode_even_without_prefill_workers() -> None:
+    holder = replace(DECODE[0], overlap_blocks=31)
+    for prefill in ([], prefill_workers([0])):
+        route = select(FACTS, prefill, [holder])
+        assert route is not None
+        assert route.is_local
+        assert route.decode_overlap_blocks == 31
+    assert not select(replace(FACTS, num_prompt_tokens=513), prefill_workers([0]), [holder]).is_local  # type: ignore[union-attr]
+
+
+def test_prompt_shorter_than_a_block_never_stays_on_decode() -> None:
+    route = select(replace(FACTS, num_prompt_tokens=10), prefill_workers([0]), DECODE)
+    assert route is not None
+    assert not route.is_local
+
+
+def test_decode_pool_without_room_is_avoided() -> None:
+    full = Candidate("a-full", 1, num_blocks_total=100, num_blocks_used=90)
+    free = Candidate("b-free", 1, num_blocks_total=100, num_blocks_used=10, num_requests=8)
+    route = select(FACTS, prefill_workers([0]), [full, free])
+    assert route is not None
+    assert route.decode.worker_id == "b-free"
+
+
+def test_no_pair_is_none() -> None:
+    assert select(FACTS, [], DECODE) is None
+    assert select(FACTS, prefill_workers([0]), []) is None
+
+
+def test_popular_prefix_spreads_over_the_workers() -> None:
+    """200 requests that share 512 tokens, arriving at twice the speed of one worker (50 ms a request)."""
+    generator = random.Random(7)
+    service_ms, num_workers = 50.0, 4
+    free_at_ms = [0.0] * num_workers
+    ends: list[list[float]] = [[] for _ in range(num_workers)]
+    holds = [False] * num_workers
+    counts = [0] * num_workers
+    waits_ms = []
+    now_ms = 0.0
+    for _ in range(200):
+        now_ms += generator.expovariate(1 / (service_ms / 2))
+        workers = [
+            Candidate(
+                f"p{index}", 1, overlap_blocks=31 if holds[index] else 0, num_requests=sum(end > now_ms for end in ends[index]),
+                tokens_per_s=10_000, num_assigned=counts[index],
+            )
+            for index in range(num_workers)
+        ]  # fmt: skip
+        index = int(chosen(select(FACTS, workers, DECODE))[1:])
+        free_at_ms[index] = max(now_ms, free_at_ms[index]) + service_ms
+        ends[index].append(free_at_ms[index])
+        waits_ms.append(free_at_ms[index] - now_ms)
+        holds[index] = True
+        counts[index] += 1
+    assert max(counts[:]) <= 0.45 * 200
+    assert sorted(waits_ms)[190] < 4 * service_ms
