@@ -6,6 +6,7 @@ The monitor makes the death of a worker's process known within milliseconds; a w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import NamedTuple, cast
@@ -114,24 +115,30 @@ class WorkerClient:
                 return
 
     async def _receive(self) -> None:
-        num_received = 0
+        # What has already arrived is read without a future for each message: a token a message makes that worth while.
+        waiting: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
         while not self._is_closed:
-            frame = await self._socket.recv()
-            num_received += 1
-            try:
-                message = decode_worker_message(frame)
-            except ProtocolError as error:
-                self.num_invalid_messages += 1
-                if self.num_invalid_messages == 1:
-                    _logger.warning("worker %s sent a message that cannot be read: %s", self._worker_id, error)
-                continue
-            if isinstance(message, WorkerTiming):
-                # Often the last message about a request, after the one that ended it: nobody need be waiting for it.
-                self._on_timing(message)
-            # Messages about requests that have ended are expected: the abort and they crossed.
-            handler = self._handlers.get(message.request_id)
-            if handler is not None:
-                handler(message)
-            if num_received % _BURST == 0:
-                # A socket that always has a message never suspends this task.
-                await asyncio.sleep(0)
+            self._take(await self._socket.recv())
+            with contextlib.suppress(zmq.Again):
+                for _ in range(_BURST):
+                    if self._is_closed:
+                        return
+                    self._take(waiting.recv(zmq.NOBLOCK))
+            # A socket that always has a message would never suspend this task.
+            await asyncio.sleep(0)
+
+    def _take(self, frame: bytes) -> None:
+        try:
+            message = decode_worker_message(frame)
+        except ProtocolError as error:
+            self.num_invalid_messages += 1
+            if self.num_invalid_messages == 1:
+                _logger.warning("worker %s sent a message that cannot be read: %s", self._worker_id, error)
+            return
+        if isinstance(message, WorkerTiming):
+            # Often the last message about a request, after the one that ended it: nobody need be waiting for it.
+            self._on_timing(message)
+        # Messages about requests that have ended are expected: the abort and they crossed.
+        handler = self._handlers.get(message.request_id)
+        if handler is not None:
+            handler(message)
