@@ -121,7 +121,7 @@ def export_tokenizer(
     model: Annotated[str, typer.Option(help="The model whose tokenizer it is.")] = "smollm2",
 ) -> None:
     """Write the served model's tokenizer as files that client tools (transformers, load generators) can read."""
-    from shared.model_source import resolve_model
+    from shared.model_files.model_source import resolve_model
 
     resolve_model(model).load_tokenizer().save_pretrained(folder)
     print(folder)

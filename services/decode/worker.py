@@ -24,12 +24,12 @@ from shared.engine.engine_core import StepResult
 from shared.engine.sampler import SampledToken, SamplingRow, sample
 from shared.engine.worker_loop import WorkerLoop, deadline_at, milliseconds
 from shared.messages import DecodeRequest, FinishReason, PrefillRequest, RequestFailed, RequestOutput, WorkerTiming
-from shared.model_source import ModelSource
+from shared.model_files.model_source import ModelSource
+from shared.model_files.weight_reader import PendingWeights
 from shared.request import Request, RequestStatus
 from shared.sampling_params import SamplingParams
 from shared.transport.connector import CommitInfo
 from shared.transport.receiver import KVReceiver
-from shared.weight_reader import PendingWeights
 
 
 @dataclass
@@ -82,7 +82,7 @@ class DecodeWorker(WorkerLoop):
         self._hidden_nbytes = source.config.hidden_size * self.engine.dtype.itemsize
         self._counters = {"generation_tokens": 0, "local_prompt_tokens": 0, "kv_recompute_fallbacks": 0, "kv_transfer_failures": 0}
         self._receiver = KVReceiver(
-            self.layout, self.engine.cache, self.incarnation, self, self.clock, settings, self.worker_id, settings.bind_host, self.advertise_host
+            self.layout, self.engine.cache, self.incarnation, self, self.clock, settings, self.worker_id, advertise_host=self.advertise_host
         )
 
     def kv_ctrl_endpoint(self) -> str | None:

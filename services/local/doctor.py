@@ -19,7 +19,7 @@ from rich.table import Table
 from services.local.redis_server import check_reachable, find_server_binary
 from shared.available_memory import available_memory_bytes
 from shared.errors import ConfigurationError
-from shared.model_source import resolve_model
+from shared.model_files.model_source import resolve_model
 
 MIN_PYTHON = (3, 11)
 MIN_TORCH = (2, 11)

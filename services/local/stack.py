@@ -22,7 +22,7 @@ from services.local.child import Child
 from services.local.redis_server import check_reachable, free_port, server_command
 from shared.config import Settings
 from shared.errors import ConfigurationError
-from shared.model_source import resolve_model
+from shared.model_files.model_source import resolve_model
 from shared.worker.process import on_termination
 
 READY_TIMEOUT_S = 600.0

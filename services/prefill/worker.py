@@ -21,10 +21,10 @@ from shared.config import Settings
 from shared.engine.engine_core import StepResult
 from shared.engine.worker_loop import WorkerLoop, deadline_at, milliseconds
 from shared.messages import DecodeRequest, PrefillRequest, RequestFailed, WorkerTiming
-from shared.model_source import ModelSource
+from shared.model_files.model_source import ModelSource
+from shared.model_files.weight_reader import PendingWeights
 from shared.request import Request, RequestStatus
 from shared.transport.sender import KVSender
-from shared.weight_reader import PendingWeights
 
 
 @dataclass

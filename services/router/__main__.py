@@ -23,7 +23,7 @@ from shared.cache.redis_prefix_index import RedisPrefixIndexReader, make_async_c
 from shared.clock import SystemClock
 from shared.config import Settings, load_settings
 from shared.errors import ConfigurationError
-from shared.model_source import resolve_model
+from shared.model_files.model_source import resolve_model
 from shared.telemetry import setup_tracing, shutdown_tracing
 from shared.text.chat_template import ChatTemplate
 from shared.text.tokenizer import Tokenizer

@@ -181,9 +181,7 @@ class Frontend:
                 request = sibling(first, choice_index, f"{head.answer_id}-{len(choices)}")
                 assembler = ChoiceAssembler(self._model.tokenizer, options)
                 is_leader = choice_index == 0
-                choices.append(
-                    PlannedChoice(request, assembler, prompt_index, is_leader, leaves_blocks and not is_leader, prompt.echo)
-                )
+                choices.append(PlannedChoice(request, assembler, prompt_index, is_leader, leaves_blocks and not is_leader, prompt.echo))
         return choices
 
     def _response(

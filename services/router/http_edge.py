@@ -90,5 +90,3 @@ async def read_json_body(request: Request) -> bytes:
             raise BodyTooLargeError(f"the body has more than {MAX_BODY_BYTES} bytes")
         parts.append(part)
     return b"".join(parts)
-
-

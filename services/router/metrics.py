@@ -46,9 +46,7 @@ class RouterMetrics:
         )
         self.genai_ttft = histogram(telemetry.METRIC_GENAI_TTFT, "gen_ai.server.time_to_first_token", telemetry.TTFT_BUCKETS)
         self.genai_tpot = histogram(telemetry.METRIC_GENAI_TPOT, "gen_ai.server.time_per_output_token", telemetry.TPOT_BUCKETS)
-        self.genai_duration = histogram(
-            telemetry.METRIC_GENAI_DURATION, "gen_ai.server.request.duration", telemetry.GENAI_DURATION_BUCKETS
-        )
+        self.genai_duration = histogram(telemetry.METRIC_GENAI_DURATION, "gen_ai.server.request.duration", telemetry.GENAI_DURATION_BUCKETS)
         self.prompt_tokens = counter(telemetry.METRIC_PROMPT_TOKENS, "Prompt tokens")
         self.generation_tokens = counter(telemetry.METRIC_GENERATION_TOKENS, "Generated tokens")
         self.prefix_queries = counter(telemetry.METRIC_PREFIX_QUERIES, "Prompt tokens looked up in the prefix cache")

@@ -8,7 +8,7 @@ import torch
 
 from kernels.cpu_attention import CPUPagedAttention
 from shared.batch import SchedulerOutput
-from shared.model_config import ModelConfig
+from shared.model_files.model_config import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ from shared.engine.models.llama import LlamaForCausalLM
 from shared.engine.rotary import RotaryTable
 from shared.engine.weights import load_weights
 from shared.errors import ConfigurationError
-from shared.model_source import ModelSource
+from shared.model_files.model_source import ModelSource
+from shared.model_files.weight_reader import PendingWeights
 from shared.request import Request
 from shared.scheduler import Scheduler, SchedulerLimits
-from shared.weight_reader import PendingWeights
 
 logger = logging.getLogger(__name__)
 

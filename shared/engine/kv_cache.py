@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from shared.model_config import ModelConfig
+from shared.model_files.model_config import ModelConfig
 
 
 class KVCache:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from shared.model_config import LinearRopeScaling, Llama3RopeScaling, ModelConfig
+from shared.model_files.model_config import LinearRopeScaling, Llama3RopeScaling, ModelConfig
 
 
 def _llama3_frequency(frequency: float, scaling: Llama3RopeScaling) -> float:

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from shared.model_config import LinearRopeScaling, Llama3RopeScaling, ModelConfig
+from shared.model_files.model_config import LinearRopeScaling, Llama3RopeScaling, ModelConfig
 
 
 def inverse_frequencies(config: ModelConfig) -> torch.Tensor:

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from shared.available_memory import available_memory_bytes
-from shared.model_source import ModelSource
-from shared.stored_tensor import StoredTensor
-from shared.weight_names import ExpectedWeight
-from shared.weight_reader import NUM_LOADING_THREADS, PendingWeights, check_fits, read_weight, start_loading
+from shared.model_files.model_source import ModelSource
+from shared.model_files.stored_tensor import StoredTensor
+from shared.model_files.weight_names import ExpectedWeight
+from shared.model_files.weight_reader import NUM_LOADING_THREADS, PendingWeights, check_fits, read_weight, start_loading
 
 _SAME_TYPE = {"F16": torch.float16, "BF16": torch.bfloat16}
 

@@ -26,10 +26,10 @@ from shared.ids import new_incarnation
 from shared.lease_keeper import LeaseKeeper
 from shared.membership import WorkerRecord, WorkerStats
 from shared.messages import AbortRequest, DecodeRequest, PrefillRequest, RequestFailed, RouterMessage
-from shared.model_source import ModelSource
+from shared.model_files.model_source import ModelSource
+from shared.model_files.weight_reader import PendingWeights
 from shared.transport.frames import KVDtype
 from shared.transport.kv_layout import KVLayout
-from shared.weight_reader import PendingWeights
 from shared.worker.rpc_server import RpcServer
 
 logger = logging.getLogger(__name__)

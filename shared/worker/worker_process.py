@@ -15,8 +15,8 @@ from shared import telemetry
 from shared.config import Settings
 from shared.errors import ConfigurationError
 from shared.membership import WorkerRecord
-from shared.model_source import ModelSource, resolve_model
-from shared.weight_reader import PendingWeights, start_loading
+from shared.model_files.model_source import ModelSource, resolve_model
+from shared.model_files.weight_reader import PendingWeights, start_loading
 from shared.worker.metrics import WorkerMetrics
 from shared.worker.process import on_termination, report_progress, report_status, set_up_process
 

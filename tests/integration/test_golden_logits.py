@@ -11,7 +11,7 @@ import torch
 
 from shared.engine.reference_model import forward
 from shared.engine.weights import load_weights
-from shared.model_source import ModelSource, resolve_model
+from shared.model_files.model_source import ModelSource, resolve_model
 
 GOLDEN: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data" / "golden_logits.json").read_text())
 PROMPTS = sorted(GOLDEN["prompts"])

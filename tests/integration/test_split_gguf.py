@@ -12,8 +12,8 @@ import torch
 from shared.engine.reference_model import forward
 from shared.engine.weights import load_weights
 from shared.errors import ModelLoadError
-from shared.model_source import ModelSource, resolve_model
-from shared.text.gguf import open_gguf
+from shared.model_files.gguf import open_gguf
+from shared.model_files.model_source import ModelSource, resolve_model
 
 PARIS = 7042
 

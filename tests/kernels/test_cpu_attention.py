@@ -81,7 +81,7 @@ def test_mixed_batch_of_decode_rows_and_chunks(head_dim: int, block_size: int) -
 
 def test_reference_paged_attention_equals_the_formula_and_ignores_unused_slots() -> None:
     case = Case([(1, 17), (5, 37), (0, 0)], 9, 3, 64)
-    unused = torch.ones(case.key_cache.shape[:1] + (case.block_size,), dtype=torch.bool)
+    unused = torch.ones((*case.key_cache.shape[:1], case.block_size), dtype=torch.bool)
     for table, seq_len in zip(case.tables, case.seq_lens, strict=True):
         for t in range(seq_len):
             unused[table[t // 16], t % 16] = False

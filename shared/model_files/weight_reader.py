@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from shared.available_memory import available_memory_bytes
 from shared.errors import ModelLoadError
-from shared.model_source import ModelSource
-from shared.stored_tensor import StoredTensor
-from shared.text.dequantize import dequantize
-from shared.weight_names import ExpectedWeight
+from shared.model_files.dequantize import dequantize
+from shared.model_files.model_source import ModelSource
+from shared.model_files.stored_tensor import StoredTensor
+from shared.model_files.weight_names import ExpectedWeight
 
 Floats = NDArray[np.float32]
 Progress = Callable[[float], None]

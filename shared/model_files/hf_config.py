@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shared.errors import ModelLoadError
-from shared.model_config import LinearRopeScaling, Llama3RopeScaling, ModelConfig, RopeScaling
+from shared.model_files.model_config import LinearRopeScaling, Llama3RopeScaling, ModelConfig, RopeScaling
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 

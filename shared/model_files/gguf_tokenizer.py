@@ -9,7 +9,7 @@ from tokenizers import AddedToken, decoders, normalizers
 from tokenizers.models import BPE
 
 from shared.errors import ModelLoadError
-from shared.text.gguf import GGUFModel
+from shared.model_files.gguf import GGUFModel
 from shared.text.pre_tokenizers import pre_tokenization
 from shared.text.tokenizer import Tokenizer
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.errors import ModelLoadError
-from shared.stored_tensor import StoredTensor
+from shared.model_files.stored_tensor import StoredTensor
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]

@@ -6,10 +6,10 @@ import pytest
 from tiny_models import SPECIAL_TOKENS, TINY_CONFIG, TINY_TOKENS, with_changes, write_tiny_gguf
 
 from shared.errors import ModelLoadError
-from shared.model_source import resolve_model
+from shared.model_files.gguf import open_gguf
+from shared.model_files.gguf_tokenizer import gguf_special_tokens, tokenizer_from_gguf
+from shared.model_files.model_source import resolve_model
 from shared.text.detokenizer import IncrementalDetokenizer
-from shared.text.gguf import open_gguf
-from shared.text.gguf_tokenizer import gguf_special_tokens, tokenizer_from_gguf
 from shared.text.tokenizer import Tokenizer
 
 SPM_WORDS = [

@@ -9,8 +9,8 @@ import pytest
 from tiny_models import TINY_TOKENS, add_value, finish, tiny_weights, write_tiny_gguf
 
 from shared.errors import ModelLoadError
-from shared.text.dequantize import dequantize
-from shared.text.gguf import open_gguf
+from shared.model_files.dequantize import dequantize
+from shared.model_files.gguf import open_gguf
 
 
 def test_key_values_of_every_kind_are_read(tmp_path: Path) -> None:

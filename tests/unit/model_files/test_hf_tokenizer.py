@@ -8,8 +8,8 @@ import pytest
 from tiny_models import TINY_TOKENS, tiny_tokenizer_json, with_changes, write_tiny_hf
 
 from shared.errors import ModelLoadError
-from shared.model_source import resolve_model
-from shared.text.hf_tokenizer import hf_chat_template, hf_tokenizer_facts, tokenizer_from_hf
+from shared.model_files.hf_tokenizer import hf_chat_template, hf_tokenizer_facts, tokenizer_from_hf
+from shared.model_files.model_source import resolve_model
 
 HELLO = TINY_TOKENS.index("hello")
 

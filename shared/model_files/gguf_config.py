@@ -6,11 +6,11 @@ import logging
 from typing import Any
 
 from shared.errors import ModelLoadError
-from shared.model_config import LinearRopeScaling, ModelConfig, RopeScaling
-from shared.text.dequantize import dequantize
-from shared.text.gguf import GGUFModel
-from shared.text.gguf_tokenizer import gguf_special_tokens
-from shared.weight_names import ROPE_FREQS
+from shared.model_files.dequantize import dequantize
+from shared.model_files.gguf import GGUFModel
+from shared.model_files.gguf_tokenizer import gguf_special_tokens
+from shared.model_files.model_config import LinearRopeScaling, ModelConfig, RopeScaling
+from shared.model_files.weight_names import ROPE_FREQS
 
 SUPPORTED_ARCHITECTURES = ("llama",)
 _log = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ import pytest
 from tiny_models import TINY_CONFIG, tiny_weights, write_tiny_gguf, write_tiny_hf
 
 from shared.errors import ModelLoadError
-from shared.model_config import LinearRopeScaling, Llama3RopeScaling
-from shared.model_source import resolve_model
+from shared.model_files.model_config import LinearRopeScaling, Llama3RopeScaling
+from shared.model_files.model_source import resolve_model
 
 
 def gguf(tmp_path: Path, *args: Any, **kwargs: Any) -> str:
@@ -47,9 +47,8 @@ def test_missing_packaged_model_says_how_to_install_it(monkeypatch: pytest.Monke
 
 
 def test_resolving_needs_no_torch() -> None:
-    code = (
-        "import sys; from shared.model_source import resolve_model; import shared.weight_reader; resolve_model('smollm2').load_tokenizer()"
-    )
+    code = "import sys; from shared.model_files.model_source import resolve_model; import shared.model_files.weight_reader"
+    code += "; resolve_model('smollm2').load_tokenizer()"
     code += "; sys.exit('torch' in sys.modules or 'llama_cpp' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 

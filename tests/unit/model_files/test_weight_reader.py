@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from tiny_models import permute, tiny_weights, write_tiny_gguf, write_tiny_hf
 
-import shared.weight_reader
+import shared.model_files.weight_reader
 from shared.errors import ModelLoadError
-from shared.model_source import ModelSource, resolve_model
-from shared.stored_tensor import StoredTensor
-from shared.weight_reader import check_fits, start_loading, unpermuted_rows
+from shared.model_files.model_source import ModelSource, resolve_model
+from shared.model_files.stored_tensor import StoredTensor
+from shared.model_files.weight_reader import check_fits, start_loading, unpermuted_rows
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_error_in_a_loading_thread_reaches_the_caller(source: ModelSource) -> No
 
 
 def test_model_larger_than_memory_is_refused_in_one_line(source: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared.weight_reader, "available_memory_bytes", lambda: 1000)
+    monkeypatch.setattr(shared.model_files.weight_reader, "available_memory_bytes", lambda: 1000)
     with pytest.raises(ModelLoadError, match=r"m needs .* GiB of memory .* choose a smaller model") as caught:
         start_loading(source)
     assert "\n" not in str(caught.value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shared.model_config import ModelConfig
+from shared.model_files.model_config import ModelConfig
 
 ROPE_FREQS = "rope_freqs.weight"
 

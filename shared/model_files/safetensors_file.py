@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from shared.errors import ModelLoadError
-from shared.stored_tensor import StoredTensor
-from shared.text.dequantize import TENSOR_TYPES
+from shared.model_files.dequantize import TENSOR_TYPES
+from shared.model_files.stored_tensor import StoredTensor
 
 _MAX_HEADER_BYTES = 100 << 20
 
