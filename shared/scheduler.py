@@ -22,9 +22,9 @@ MAX_BYPASSES = 64
 """After this many later admissions, a request that waits for blocks closes the door to all behind it."""
 
 
-MIN_TIMED_BLOCKS = 4
-"""The time bound never cuts a step below this many blocks: smaller steps are hardly shorter, and a machine that is busy with
-something else would crawl."""
+MIN_TIMED_BLOCKS = 8
+"""The time bound never cuts a step below this many blocks: below them the matrix products lose more speed than the step gets
+shorter (bench/chunk_size.py), and a machine that is busy with something else would crawl."""
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class Stack:
         self._folder = Path(tempfile.mkdtemp(prefix="pagewire-"))
         self._stopping = threading.Event()
         self._redis: Child | None = None
-        self._services: list[Child] = []
+        self._services: list[Child] = []  # the router last
         self._console = Console(stderr=False, highlight=False, soft_wrap=True)
 
     def run(self) -> int:
@@ -143,11 +143,13 @@ class Stack:
         return all_run
 
     def _stop(self) -> None:
-        for child in self._services:
-            child.terminate()
         deadline_s = time.monotonic() + STOP_TIMEOUT_S
-        for child in self._services:
-            child.wait(deadline_s)
+        # The router first: it answers the requests in flight, and does not take its workers' leaving for their death.
+        for group in (self._services[-1:], self._services[:-1]):
+            for child in group:
+                child.terminate()
+            for child in group:
+                child.wait(deadline_s)
         if self._redis is not None:
             self._redis.terminate()
             self._redis.wait(time.monotonic() + 1.0)

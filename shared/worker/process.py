@@ -45,11 +45,9 @@ def report_progress(fraction: float) -> None:
 
 
 def on_termination(stop: Callable[[], None]) -> None:
-    """Call `stop` at SIGTERM or SIGINT; a second signal ends the process at once."""
+    """Call `stop`, which must be safe to call again, at every SIGTERM or SIGINT. Stopping is bounded, so no signal cuts it short."""
 
-    def handle(signum: int, _frame: object) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL)
+    def handle(_signum: int, _frame: object) -> None:
         stop()
 
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -134,7 +134,7 @@ def test_budget_follows_the_measured_speed() -> None:
     assert step(s, step_s=0.2)["a"] == 160
     for _ in range(20):
         step(s, step_s=2 * (0.040 + 0.001 * s.token_budget()))  # the machine is half as fast now
-    assert s.token_budget() == 64, "never below four blocks"
+    assert s.token_budget() == 128, "never below eight blocks"
     for _ in range(20):
         step(s, step_s=0.040 + 0.001 * s.token_budget())
     assert s.token_budget() == 144 or s.token_budget() == 160, "and back when it is fast again"
