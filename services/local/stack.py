@@ -86,7 +86,9 @@ class Stack:
         self._add("router", "router", redis_url, {"PAGEWIRE_HOST": settings.host, "PAGEWIRE_PORT": str(settings.port)})
 
     def _add(self, role: str, name: str, redis_url: str, extra: dict[str, str]) -> None:
-        environ = {**os.environ, "REDIS_URL": redis_url, "PAGEWIRE_REDIS_URL": redis_url, "PAGEWIRE_MODEL": self._settings.model, **extra}
+        # The terminal is for the user: what services log as information is shown on request (PAGEWIRE_LOG_LEVEL=info).
+        environ = {"PAGEWIRE_LOG_LEVEL": "warning", **os.environ, "PAGEWIRE_MODEL": self._settings.model, **extra}
+        environ |= {"REDIS_URL": redis_url, "PAGEWIRE_REDIS_URL": redis_url}
         child = Child(name, [sys.executable, "-m", f"services.{role}"], environ)
         child.start()
         self._services.append(child)

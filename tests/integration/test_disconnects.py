@@ -1,0 +1,49 @@
+"""Whatever clients do, blocks come back."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+from local_stack import CNT, LocalStack, ids
+
+
+def test_two_hundred_requests_with_random_disconnects_leave_no_block(stack: LocalStack) -> None:
+    rng = random.Random(7)
+    plans = [(i, rng.choice([1, 20, 60, 200]), rng.random() < 0.5, rng.choice([0.0, 0.02, 0.1, 0.4])) for i in range(200)]
+
+    def run(plan: tuple[int, int, bool, float]) -> None:
+        index, length, is_stream, patience_s = plan
+        connection = http.client.HTTPConnection("127.0.0.1", stack.port, timeout=max(patience_s, 0.001))
+        body = {"prompt": ids(length, first=100 + index), "max_tokens": 400, "ignore_eos": True, "stream": is_stream}
+        try:
+            connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+            connection.getresponse().read()
+        except TimeoutError:
+            pass
+        finally:
+            connection.close()
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(run, plans))
+    stack.wait_until_idle(5)
+    assert stack.tokens(CNT, 24)[:3] == [216, 38, 28]
+    assert stack.metric("pagewire:client_disconnects_total") >= 190
+
+
+def test_generation_stops_when_a_client_that_does_not_stream_hangs_up(stack: LocalStack) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", stack.port, timeout=0.7)
+    body = {"prompt": CNT, "max_tokens": 2000, "ignore_eos": True}
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    try:
+        connection.getresponse()
+        raise AssertionError("it cannot be done yet")
+    except TimeoutError:
+        connection.close()
+    stack.wait_until_idle(3)
+    generated = stack.metric("pagewire:generation_tokens_total", "decode-0")
+    stack.complete(CNT, 1)
+    stack.wait_until_idle(3)
+    assert stack.metric("pagewire:generation_tokens_total", "decode-0") <= generated + 1

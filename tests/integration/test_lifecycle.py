@@ -1,0 +1,104 @@
+"""`pagewire up` as a user meets it: ready quickly, ends clean, restarts what dies, and says in one line why it cannot start."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+from pathlib import Path
+
+import pytest
+from local_stack import CNT, ROOT, LocalStack, free_port, is_alive
+
+CNT_START = [216, 38, 28]
+
+
+def run_up(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("PAGEWIRE_", "REDIS_"))}
+    command = [sys.executable, "-m", "services.cli", "up", *arguments]
+    return subprocess.run(command, cwd=ROOT, env={**inherited, **environ}, capture_output=True, text=True, timeout=60, check=False)
+
+
+def assert_one_clear_line(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    assert done.returncode == 2, done
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    for word in words:
+        assert word in lines[0]
+
+
+def test_ctrl_c_ends_everything_within_five_seconds_and_leaves_nothing() -> None:
+    shared_memory = set(os.listdir("/dev/shm"))
+    with LocalStack() as running:
+        assert running.tokens(CNT, 3) == CNT_START
+        pids = dict(running.pids)
+        assert running.stop() < 5
+        assert running.process.returncode == 0
+        assert [name for name, pid in pids.items() if is_alive(pid)] == []
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.1", running.port)) != 0
+    assert set(os.listdir("/dev/shm")) <= shared_memory
+
+
+def test_a_killed_worker_is_restarted_and_serves_again() -> None:
+    with LocalStack() as running:
+        assert running.tokens(CNT, 3) == CNT_START
+        for name in ("decode-0", "prefill-0"):
+            os.kill(running.pids[name], signal.SIGKILL)
+            event = running.next_event("restarted")
+            assert (event["child"], event["ending"]) == (name, "killed by SIGKILL")
+            deadline_s = time.monotonic() + 30
+            while True:
+                try:
+                    assert running.tokens(CNT, 3) == CNT_START
+                    break
+                except urllib.error.HTTPError as error:
+                    assert error.code in (502, 503)
+                    assert time.monotonic() < deadline_s
+                    time.sleep(0.2)
+        running.wait_until_idle()
+
+
+def test_children_end_when_the_launcher_is_killed() -> None:
+    with LocalStack() as running:
+        running.process.kill()
+        deadline_s = time.monotonic() + 5
+        while any(is_alive(pid) for pid in running.pids.values()):
+            assert time.monotonic() < deadline_s, [name for name, pid in running.pids.items() if is_alive(pid)]
+            time.sleep(0.1)
+
+
+def test_two_prefill_and_two_decode_workers_serve_together() -> None:
+    with LocalStack("--prefill", "2", "--decode", "2", num_blocks=200) as running:
+        assert set(running.pids) == {"redis", "router", "prefill-0", "prefill-1", "decode-0", "decode-1"}
+        for _ in range(4):
+            assert running.tokens(CNT, 3) == CNT_START
+
+
+def test_a_taken_port_is_one_line_and_exit_code_2() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert_one_clear_line(run_up("--port", str(port)), str(port), "--port")
+
+
+def test_a_missing_model_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    assert_one_clear_line(run_up("--port", str(free_port()), "--model", str(tmp_path / "nothing.gguf")), "nothing.gguf")
+
+
+def test_a_model_too_large_for_memory_is_one_line_and_exit_code_2() -> None:
+    assert_one_clear_line(run_up("--port", str(free_port()), PAGEWIRE_KV_CACHE_GIB="4000"), "MiB", "PAGEWIRE_KV_CACHE_GIB")
+
+
+def test_a_redis_that_does_not_answer_is_one_line_and_exit_code_2() -> None:
+    assert_one_clear_line(run_up("--port", str(free_port()), "--redis", f"redis://127.0.0.1:{free_port()}/0"), "Redis")
+
+
+@pytest.mark.parametrize(("name", "value"), [("PAGEWIRE_BLOCK_SIZE", "none"), ("PAGEWIRE_MAX_STEP_MS", "-1"), ("PAGEWIRE_PORT", "70000")])
+def test_a_bad_setting_is_named(name: str, value: str) -> None:
+    assert_one_clear_line(run_up(**{name: value}), name.removeprefix("PAGEWIRE_").lower(), value)
