@@ -41,6 +41,7 @@ class PrefillJob:
     compute_ms: float = 0.0
     num_chunks: int = 0
     num_sent_blocks: int = 0
+    first_sent_ns: int = 0
 
     @property
     def traceparent(self) -> str:
@@ -178,6 +179,7 @@ class PrefillWorker(WorkerLoop):
         """Queue blocks up to `num_blocks` that were not queued before."""
         if num_blocks <= job.num_sent_blocks:
             return
+        job.first_sent_ns = job.first_sent_ns or time.time_ns()
         block_ids = self.engine.manager.block_ids(job.request.request_id)
         self._sender.send_blocks(job.transfer_id, [(index, block_ids[index]) for index in range(job.num_sent_blocks, num_blocks)])
         job.num_sent_blocks = num_blocks
@@ -195,7 +197,7 @@ class PrefillWorker(WorkerLoop):
         now_ns = time.time_ns()
         if job.num_sent_blocks:
             telemetry.record_span(
-                self.tracer, telemetry.SPAN_KV_TRANSFER, job.traceparent, job.first_scheduled_ns, now_ns,
+                self.tracer, telemetry.SPAN_KV_TRANSFER, job.traceparent, job.first_sent_ns, now_ns,
                 {"kv.num_blocks": job.num_sent_blocks, "kv.exposed_ms": milliseconds(job.computed_ns or now_ns, now_ns)},
             )  # fmt: skip
         job.span.set_attributes(

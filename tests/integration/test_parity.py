@@ -41,7 +41,7 @@ def choice(stack: LocalStack, token_ids: list[int], max_tokens: int, **options: 
 def test_sixty_prompts_of_all_lengths_equal_the_plain_run(stack: LocalStack) -> None:
     assert len(LENGTHS) >= 60
     for length in LENGTHS:
-        assert_equals_plain_run(choice(stack, prompt(length, seed=length), 6))
+        assert_equals_plain_run(choice(stack, prompt(length, seed=length), 4))
 
 
 @pytest.mark.parametrize("length", [127, 128, 129, 255, 256, 257, 500])
@@ -80,7 +80,7 @@ def test_answers_after_eviction_equal_the_plain_run(tight: LocalStack) -> None:
 def test_preempted_requests_equal_the_plain_run_and_count_as_asked(tight: LocalStack) -> None:
     before = tight.metric("pagewire:preemptions_total", "decode-0")
     with ThreadPoolExecutor(16) as pool:
-        results = list(pool.map(lambda i: choice(tight, prompt(60 + i, seed=5000 + i), 70), range(16)))
+        results = list(pool.map(lambda i: choice(tight, prompt(60 + i, seed=5000 + i), 40), range(16)))
     for result in results:
         assert result["finish_reason"] == "length"
         assert_equals_plain_run(result)
