@@ -65,12 +65,12 @@ def paged_attention(
         start, end = query_start_loc[i], query_start_loc[i + 1]
         if seq_len == 0 or start == end:
             continue
-        blocks = torch.tensor(block_tables[i][: -(-seq_len // block_size)], dtype=torch.int64)
+        blocks = torch.tensor(block_tables[i][: -(-seq_len // block_size)], dtype=torch.int64, device=query.device)
         key = key_cache[blocks].transpose(1, 2).reshape(-1, num_kv_heads, head_dim)[:seq_len].float()
         value = value_cache[blocks].transpose(1, 2).reshape(-1, num_kv_heads, head_dim)[:seq_len].float()
         rows = query[start:end].float().view(end - start, num_kv_heads, group, head_dim)
         scores = torch.einsum("qhgd,khd->hgqk", rows, key) * scale
-        positions = torch.arange(seq_len - (end - start), seq_len)
-        scores.masked_fill_(torch.arange(seq_len)[None, :] > positions[:, None], float("-inf"))
+        positions = torch.arange(seq_len - (end - start), seq_len, device=query.device)
+        scores.masked_fill_(torch.arange(seq_len, device=query.device)[None, :] > positions[:, None], float("-inf"))
         out[start:end] = torch.einsum("hgqk,khd->qhgd", scores.softmax(-1), value).reshape(end - start, -1, head_dim).to(out.dtype)
     return out

@@ -1,0 +1,64 @@
+"""The `pagewire` command beside `up`: complete, doctor, export-tokenizer."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from local_stack import ROOT, LocalStack, free_port
+from tokenizers import Tokenizer
+
+
+def pagewire(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environ = {key: value for key, value in os.environ.items() if not key.startswith(("PAGEWIRE_", "REDIS_"))}
+    command = [sys.executable, "-m", "services.cli", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_complete_streams_the_answer(stack: LocalStack) -> None:
+    done = pagewire("complete", "1, 2, 3, 4, 5,", "--url", stack.url, "--max-tokens", "24")
+    assert (done.returncode, done.stdout) == (0, " 6, 7, 8, 9, 10, 11, 12,\n")
+
+
+def test_complete_as_json_ends_with_the_usage(stack: LocalStack) -> None:
+    done = pagewire("complete", "What is the capital of France?", "--chat", "--json", "--url", stack.url, "--max-tokens", "24")
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    assert "Paris" in "".join(event.get("text", "") for event in events)
+    assert events[-1]["usage"]["completion_tokens"] > 0
+
+
+def test_complete_without_a_server_says_what_to_do() -> None:
+    done = pagewire("complete", "x", "--url", f"http://127.0.0.1:{free_port()}")
+    assert done.returncode == 1
+    assert "pagewire up" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_complete_passes_on_the_servers_words(stack: LocalStack) -> None:
+    done = pagewire("complete", "x", "--url", stack.url, "--max-tokens", "100000")
+    assert done.returncode == 1
+    assert "8192" in done.stderr
+
+
+def test_doctor_finds_this_machine_fit() -> None:
+    done = pagewire("doctor", "--json", "--port", str(free_port()))
+    checks = {check["name"]: check for check in map(json.loads, done.stdout.splitlines())}
+    assert done.returncode == 0, done.stdout
+    assert set(checks) == {"python", "torch", "gpu", "redis", "port", "shared memory", "memory", "model"}
+    assert "redis" in pagewire("doctor", "--port", str(free_port())).stdout
+
+
+def test_doctor_says_what_is_wrong(stack: LocalStack, tmp_path: Path) -> None:
+    done = pagewire("doctor", "--json", "--port", str(stack.port), "--model", str(tmp_path / "none.gguf"))
+    failed = {check["name"]: check for check in map(json.loads, done.stdout.splitlines()) if check["status"] == "fail"}
+    assert done.returncode == 1
+    assert set(failed) == {"port", "model"} and all(check["advice"] for check in failed.values())
+
+
+def test_exported_tokenizer_is_readable_by_client_tools(tmp_path: Path) -> None:
+    assert pagewire("export-tokenizer", str(tmp_path)).returncode == 0
+    assert {"tokenizer.json", "tokenizer_config.json", "config.json"} <= set(os.listdir(tmp_path))
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.encode("1, 2, 3, 4, 5,").ids[:3] == [33, 28, 216]

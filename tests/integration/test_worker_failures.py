@@ -1,0 +1,123 @@
+"""Workers that die or freeze in the middle: the client gets the right answer or an error at once, and no block is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import urllib.error
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from local_stack import CNT, LocalStack, Streamed, ids
+from plain_run import assert_equals_plain_run
+
+LONG = 1500
+
+
+@pytest.fixture
+def small() -> Iterator[LocalStack]:
+    with LocalStack(num_blocks=300, debug="true") as running:
+        yield running
+
+
+class Background(threading.Thread):
+    """One request in a thread; `result` is what it returned or raised."""
+
+    def __init__(self, call: Any, *arguments: Any, **options: Any) -> None:
+        super().__init__()
+        self._call = lambda: call(*arguments, **options)
+        self.result: Any = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.result = self._call()
+        except Exception as error:
+            self.result = error
+
+
+def in_the_middle_of_a_prompt(stack: LocalStack, seed: int) -> Background:
+    request = Background(stack.complete, ids(LONG, first=seed), 3, logprobs=2, return_tokens_as_token_ids=True)
+    time.sleep(0.8)
+    assert request.is_alive(), "the machine is too fast for this test"
+    return request
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_prefill_lost_in_mid_prompt_is_made_good_by_decode(small: LocalStack, number: signal.Signals) -> None:
+    request = in_the_middle_of_a_prompt(small, seed=500)
+    os.kill(small.pids["prefill-0"], number)
+    request.join(60)
+    os.kill(small.pids["prefill-0"], signal.SIGCONT) if number == signal.SIGSTOP else None
+    assert isinstance(request.result, dict), request.result
+    assert_equals_plain_run(request.result["choices"][0])
+    assert small.metric("pagewire:kv_recompute_fallbacks_total", "decode-0") == 1
+    small.wait_until(lambda: small.metric("pagewire:kv_blocks_used", "decode-0") == 0, 5)
+
+
+def test_policy_fail_reports_a_lost_transfer_as_an_error() -> None:
+    with LocalStack(num_blocks=300, kv_failure_policy="fail") as stack:
+        request = in_the_middle_of_a_prompt(stack, seed=510)
+        os.kill(stack.pids["prefill-0"], signal.SIGKILL)
+        request.join(10)
+        assert isinstance(request.result, urllib.error.HTTPError) and request.result.code >= 500, request.result
+        assert b'"error"' in request.result.read()
+        stack.wait_until(lambda: stack.metric("pagewire:kv_blocks_used", "decode-0") == 0, 5)
+
+
+def test_decode_killed_in_mid_answer_ends_the_stream_with_an_error(small: LocalStack) -> None:
+    request = Background(small.stream, CNT, 500, ignore_eos=True)
+    time.sleep(1.5)
+    killed_s = time.monotonic()
+    os.kill(small.pids["decode-0"], signal.SIGKILL)
+    request.join(5)
+    assert time.monotonic() - killed_s < 2
+    streamed: Streamed = request.result
+    assert streamed.error is not None and streamed.error["code"] == 503
+    assert all(chunk["choices"][0]["finish_reason"] is None for chunk in streamed.chunks)
+    small.wait_until(lambda: small.metric("pagewire:kv_blocks_used", "prefill-0") == 0, 5)
+
+
+def test_frozen_decode_is_gone_within_two_seconds(small: LocalStack) -> None:
+    request = Background(small.stream, CNT, 500, ignore_eos=True)
+    time.sleep(1.5)
+    frozen_s = time.monotonic()
+    os.kill(small.pids["decode-0"], signal.SIGSTOP)
+    request.join(10)
+    assert time.monotonic() - frozen_s < 3
+    assert request.result.error is not None
+    os.kill(small.pids["decode-0"], signal.SIGCONT)
+    small.wait_until(lambda: _answers(small), 20)
+
+
+def test_decode_killed_before_the_first_token_is_replaced_by_another() -> None:
+    with LocalStack("--decode", "2", num_blocks=300) as stack:
+        request = in_the_middle_of_a_prompt(stack, seed=520)
+        busy = max(("decode-0", "decode-1"), key=lambda name: stack.metric("pagewire:kv_blocks_used", name))
+        os.kill(stack.pids[busy], signal.SIGKILL)
+        request.join(60)
+        assert isinstance(request.result, dict), request.result
+        assert_equals_plain_run(request.result["choices"][0])
+
+
+def test_requests_go_on_while_redis_is_frozen(small: LocalStack) -> None:
+    small.tokens(CNT, 3)
+    os.kill(small.pids["redis"], signal.SIGSTOP)
+    try:
+        time.sleep(2.5)
+        for _ in range(3):
+            start_s = time.monotonic()
+            assert small.tokens(CNT, 3) == [216, 38, 28]
+            assert time.monotonic() - start_s < 1.5
+    finally:
+        os.kill(small.pids["redis"], signal.SIGCONT)
+
+
+def _answers(stack: LocalStack) -> bool:
+    try:
+        return stack.tokens(CNT, 3) == [216, 38, 28]
+    except urllib.error.HTTPError:
+        return False
