@@ -1,0 +1,80 @@
+"""RpcServer over a real socket: answers from any thread, nonsense dropped."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from shared.messages import AbortRequest, RequestFailed, RouterMessage, decode_worker_message, encode
+from shared.worker.rpc_server import RpcServer
+
+
+@pytest.fixture
+def received() -> queue.Queue[tuple[bytes, RouterMessage]]:
+    return queue.Queue()
+
+
+@pytest.fixture
+def server(received: queue.Queue[tuple[bytes, RouterMessage]]) -> Iterator[RpcServer]:
+    running = RpcServer("127.0.0.1", "127.0.0.1", lambda router, message: received.put((router, message)))
+    running.start()
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def router(server: RpcServer) -> Iterator[zmq.Socket[bytes]]:
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.RCVTIMEO, 2000)
+    socket.connect(server.endpoint)
+    yield socket
+    socket.close(0)
+    context.term()
+
+
+def test_messages_reach_the_handler_and_answers_the_router(server: RpcServer, router: zmq.Socket[bytes], received: queue.Queue) -> None:  # type: ignore[type-arg]
+    router.send(encode(AbortRequest(request_id="a", reason="test")))
+    identity, message = received.get(timeout=2)
+    assert message == AbortRequest(request_id="a", reason="test")
+    failure = RequestFailed(request_id="a", message="no", error_type="internal", retryable=False)
+    for _ in range(100):
+        server.send(identity, failure)
+    assert [decode_worker_message(router.recv()) for _ in range(100)] == [failure] * 100
+
+
+def test_nonsense_is_counted_and_the_next_message_served(server: RpcServer, router: zmq.Socket[bytes], received: queue.Queue) -> None:  # type: ignore[type-arg]
+    for frame in (b"", b"{", b'{"kind":"prefill"}', b"\xff" * 1000):
+        router.send(frame)
+    router.send_multipart([b"two", b"frames"])
+    router.send(encode(AbortRequest(request_id="after", reason="")))
+    assert received.get(timeout=2)[1].request_id == "after"
+    assert server.num_rejected == 5
+
+
+def test_a_handler_that_raises_does_not_end_the_server() -> None:
+    seen: queue.Queue[str] = queue.Queue()
+
+    def handler(_router: bytes, message: RouterMessage) -> None:
+        seen.put(message.request_id)
+        raise RuntimeError("boom")
+
+    server = RpcServer("127.0.0.1", "127.0.0.1", handler)
+    server.start()
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.connect(server.endpoint)
+    for name in ("a", "b"):
+        socket.send(encode(AbortRequest(request_id=name, reason="")))
+        assert seen.get(timeout=2) == name
+    socket.close(0)
+    context.term()
+    server.close()
+
+
+def test_a_router_that_is_gone_is_ignored(server: RpcServer) -> None:
+    server.send(b"nobody", RequestFailed(request_id="a", message="no", error_type="internal", retryable=False))
+    server.close()
