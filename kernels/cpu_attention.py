@@ -8,12 +8,16 @@ Rows with one query token are batched in buckets of similar length, since a call
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 NEG_INF = float("-inf")
+MAX_QUERY_TOKENS = 512
+MAX_MASK_ELEMENTS = 16 << 20
+"""Long chunks are cut into slices of queries: masks stay small, and a slice does not read the keys behind its last query."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +59,15 @@ class CPUPagedAttention:
             if end - start == 1:
                 buckets[(num_blocks - 1).bit_length()].append(i)
             else:
-                blocks = torch.tensor(block_tables[i][:num_blocks])
-                self._prefill_rows.append(_PrefillRow(start, end, blocks, seq_len, self._causal_mask(end - start, seq_len)))
+                self._prefill_rows += self._slices(start, end, seq_len, torch.tensor(block_tables[i][:num_blocks]))
         self._decode_buckets = [self._bucket(members, block_tables, query_start_loc, seq_lens) for members in buckets.values()]
+
+    def _slices(self, start: int, end: int, seq_len: int, blocks: torch.Tensor) -> Iterator[_PrefillRow]:
+        size = max(1, min(MAX_QUERY_TOKENS, MAX_MASK_ELEMENTS // (self._group * seq_len)))
+        for first in range(start, end, size):
+            last = min(first + size, end)
+            num_keys = seq_len - (end - last)
+            yield _PrefillRow(first, last, blocks[: -(-num_keys // self._block_size)], num_keys, self._causal_mask(last - first, num_keys))
 
     def _causal_mask(self, num_query_tokens: int, seq_len: int) -> torch.Tensor:
         first = seq_len - num_query_tokens

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shared.errors import ConfigurationError, PagewireError
+from shared.errors import PagewireError
 
 app = typer.Typer(
     name="pagewire",
@@ -131,9 +131,8 @@ def main() -> None:
     """Entry point: errors of ours are one line on stderr and an exit code (2: cannot start as configured)."""
     try:
         app()
-    except ConfigurationError as error:
-        print(f"pagewire: {error.message}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
     except PagewireError as error:
         print(f"pagewire: {error.message}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -19,7 +19,7 @@ class SamplingParams(BaseModel):
     min_p: float = Field(0.0, ge=0.0, le=1.0, allow_inf_nan=False)
     presence_penalty: float = Field(0.0, ge=-2.0, le=2.0, allow_inf_nan=False)
     frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0, allow_inf_nan=False)
-    repetition_penalty: float = Field(1.0, gt=0.0, allow_inf_nan=False)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100.0, allow_inf_nan=False)
     logit_bias: dict[int, float] = Field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] | None = None
     seed: int | None = None

@@ -56,7 +56,7 @@ class Scheduler:
         self.waiting[request.request_id] = request
 
     def add_running(self, request: Request) -> None:
-        """A request that holds its blocks with their KV in place (a transfer was committed)."""
+        """A request that holds its blocks: their KV came with a transfer, or is to be computed here."""
         assert self.manager.holds(request.request_id)
         request.status = RequestStatus.RUNNING
         self.running[request.request_id] = request
@@ -74,8 +74,9 @@ class Scheduler:
 
     @property
     def has_waiting_for_blocks(self) -> bool:
-        """Someone was refused blocks; newcomers must not take them first."""
-        return any(request.status is RequestStatus.PREEMPTED or request.num_bypasses for request in self.waiting.values())
+        """Someone was refused blocks or a place; newcomers must not take them first."""
+        # A copy: the control thread asks while the engine thread changes the dict.
+        return any(request.status is RequestStatus.PREEMPTED or request.num_bypasses for request in list(self.waiting.values()))
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -157,7 +158,8 @@ class Scheduler:
         for request in [*others, oldest]:
             is_oldest = request is oldest
             available = left if is_oldest else left - share
-            max_rows = self.limits.max_num_seqs - num_rows - (0 if is_oldest else 1)
+            # A row is kept for the oldest, unless it could not be admitted: then nobody would run.
+            max_rows = self.limits.max_num_seqs - num_rows - (0 if is_oldest or oldest.request_id in self.waiting else 1)
             if available <= 0 or len(rows) >= max_rows:
                 continue
             if request.request_id in self.waiting and (is_oldest or not self._admit(request, candidates)):
@@ -177,6 +179,7 @@ class Scheduler:
     def _admit(self, request: Request, queue: Iterable[Request]) -> bool:
         """Give a waiting request its blocks. One that waits for blocks may be passed MAX_BYPASSES times, then nobody passes."""
         if len(self.running) >= self.limits.max_num_seqs:
+            request.num_bypasses = max(1, request.num_bypasses)
             return False
         ahead = [r for r in queue if r.request_id in self.waiting and r.order < request.order and r.num_bypasses]
         if any(r.num_bypasses >= MAX_BYPASSES for r in ahead):

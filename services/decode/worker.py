@@ -7,18 +7,21 @@ A short uncached tail behind a cached prefix never leaves this worker: the route
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from opentelemetry.trace import Span, Tracer
 
 from shared import telemetry
 from shared.batch import SchedulerOutput
+from shared.cache.kv_cache_manager import Reservation
 from shared.config import Settings
 from shared.engine.engine_core import StepResult
 from shared.engine.sampler import SampledToken, SamplingRow, sample
@@ -30,6 +33,8 @@ from shared.request import Request, RequestStatus
 from shared.sampling_params import SamplingParams
 from shared.transport.connector import CommitInfo
 from shared.transport.receiver import KVReceiver
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -122,12 +127,10 @@ class DecodeWorker(WorkerLoop):
                 self._refuse(router, message.request_id, "the decode queue is full", "overloaded")
                 return
             self._jobs[message.request_id] = job
-            if message.transfer_id is None:
-                self.post(lambda: self._compute_locally(job))
-                return
-            self._by_transfer[message.transfer_id] = message.request_id
-            # The wait for room may be long; an offer that comes meanwhile waits as long as the request does.
-            self._receiver.announce(message.transfer_id, message.deadline_s)
+            if message.transfer_id is not None:
+                self._by_transfer[message.transfer_id] = message.request_id
+                # The wait for room may be long; an offer that comes meanwhile waits as long as the request does.
+                self._receiver.announce(message.transfer_id, message.deadline_s)
             self._reserve_queue.append(job)
             # Reserving here, not in the engine's next turn, lets the grant overlap the running step.
             self._reserve_from_queue()
@@ -137,30 +140,44 @@ class DecodeWorker(WorkerLoop):
         self.rpc.send(router, RequestFailed.model_validate(failure))
 
     def _reserve_from_queue(self) -> None:
-        """First come, first served: grant while there is room, and never before those that lost their blocks."""
+        """First come, first served: room for the next newcomer while there is some, and never before those that lost theirs."""
+        scheduler = self.engine.scheduler
         with self._lock:
-            while self._reserve_queue and not self.engine.scheduler.has_waiting_for_blocks:
+            while self._reserve_queue and not scheduler.has_waiting_for_blocks and self._num_placed < self.settings.max_num_seqs:
                 job = self._reserve_queue[0]
-                request = job.request
-                reservation = self.engine.manager.reserve(request, num_headroom_blocks=len(self.engine.scheduler.running))
+                reservation = self.engine.manager.reserve(job.request, num_headroom_blocks=len(scheduler.running))
                 if reservation is None:
                     return
                 self._reserve_queue.popleft()
-                request.status = RequestStatus.WAITING_FOR_KV
                 job.reserved_ns = time.time_ns()
-                assert request.transfer_id is not None
-                self._receiver.expect(
-                    request.transfer_id,
-                    job.attempt,
-                    block_ids=reservation.block_ids,
-                    missing=list(range(reservation.num_cached_blocks, len(reservation.block_ids))),
-                    num_prompt_tokens=request.num_prompt_tokens,
-                    deadline_s=request.deadline_at_s - self.clock.now_s(),
-                    traceparent=job.traceparent,
-                )
+                if job.request.transfer_id is None:
+                    self.post(partial(self._compute_locally, job))
+                else:
+                    self._expect_transfer(job, job.request.transfer_id, reservation)
+
+    @property
+    def _num_placed(self) -> int:
+        """Requests that hold their blocks."""
+        return len(self._jobs) - len(self._reserve_queue) - len(self.engine.scheduler.waiting)
+
+    def _expect_transfer(self, job: DecodeJob, transfer_id: str, reservation: Reservation) -> None:
+        job.request.status = RequestStatus.WAITING_FOR_KV
+        self._receiver.expect(
+            transfer_id,
+            job.attempt,
+            block_ids=reservation.block_ids,
+            missing=list(range(reservation.num_cached_blocks, len(reservation.block_ids))),
+            num_prompt_tokens=job.request.num_prompt_tokens,
+            deadline_s=job.request.deadline_at_s - self.clock.now_s(),
+            traceparent=job.traceparent,
+        )
 
     def abort(self, request_id: str, reason: str) -> None:
         self.post(lambda: self._end(request_id, f"aborted: {reason}"))
+
+    def forget_router(self, router: bytes) -> None:
+        for request_id in [i for i, job in list(self._jobs.items()) if job.router == router]:
+            self._end(request_id, "aborted: the router is gone")
 
     # ---- transport's thread (ReceiverEvents) --------------------------------------------------------------------------
     def on_committed(self, transfer_id: str, hidden_state: bytes, info: CommitInfo) -> None:
@@ -172,7 +189,7 @@ class DecodeWorker(WorkerLoop):
     # ---- engine thread: how a request starts --------------------------------------------------------------------------
     def _compute_locally(self, job: DecodeJob) -> None:
         if self._jobs.get(job.request.request_id) is job:
-            self.engine.scheduler.add(job.request)
+            self.engine.scheduler.add_running(job.request)
 
     def _take_commit(self, transfer_id: str, hidden_state: bytes, info: CommitInfo) -> None:
         job = self._jobs.get(self._by_transfer.pop(transfer_id, ""))
@@ -255,8 +272,14 @@ class DecodeWorker(WorkerLoop):
             )
             for job in jobs
         ]
-        for job, token in zip(jobs, sample(logits, rows), strict=True):
-            self._emit(job, token)
+        for index, job in enumerate(jobs):
+            try:
+                token = sample(logits[index : index + 1], rows[index : index + 1])[0]
+            except Exception as error:  # one bad row must not take the others with it
+                logger.exception("sampling failed")
+                self._end(job.request.request_id, f"sampling failed: {error}", "internal")
+            else:
+                self._emit(job, token)
 
     def _emit(self, job: DecodeJob, token: SampledToken) -> None:
         request = job.request
@@ -325,7 +348,8 @@ class DecodeWorker(WorkerLoop):
         job.span.end(now_ns)
         if failure is not None:
             if not failure.startswith("aborted"):
-                failed = {"request_id": request_id, "message": failure, "error_type": error_type, "retryable": error_type == "unavailable"}
+                retryable = error_type == "unavailable" or (error_type == "internal" and request.num_output_tokens == 0)
+                failed = {"request_id": request_id, "message": failure, "error_type": error_type, "retryable": retryable}
                 self.rpc.send(job.router, RequestFailed.model_validate(failed))
             return
         self.rpc.send(job.router, WorkerTiming(

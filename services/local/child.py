@@ -53,7 +53,7 @@ class Child:
         reader = writer = -1
         if self._reports_status:
             reader, writer = os.pipe()
-            environ |= {STATUS_FD_VARIABLE: str(writer), DIE_WITH_PARENT_VARIABLE: "1"}
+            environ |= {STATUS_FD_VARIABLE: str(writer), DIE_WITH_PARENT_VARIABLE: str(os.getpid())}
             pass_fds = (writer,)
         self.fraction = 0.0
         self._process = subprocess.Popen(

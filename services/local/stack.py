@@ -20,9 +20,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from services.local.child import Child
 from services.local.redis_server import check_reachable, free_port, server_command
-from shared.config import Settings
+from shared.available_memory import available_memory_bytes
+from shared.config import Role, Settings, load_settings
 from shared.errors import ConfigurationError
-from shared.model_files.model_source import resolve_model
+from shared.model_files.model_source import ModelSource, resolve_model
 from shared.worker.process import on_termination
 
 READY_TIMEOUT_S = 600.0
@@ -53,9 +54,11 @@ class Stack:
 
     def run(self) -> int:
         """Start everything, serve until SIGINT or SIGTERM, stop everything. Returns the exit code."""
+        # Before the handlers: this may download a model, and an interrupt simply ends it while there is nothing to stop.
+        redis_url = self._check()
         on_termination(self._stopping.set)
         try:
-            self._start()
+            self._start(redis_url)
             if self._wait_until_ready():
                 self._announce()
                 self._watch()
@@ -64,18 +67,43 @@ class Stack:
             self._stop()
 
     # ---- start --------------------------------------------------------------------------------------------------------
-    def _start(self) -> None:
+    def _check(self) -> str | None:
+        """What would keep the stack from serving, before anything is started. Returns the Redis URL to use; None: start one."""
         plan, settings = self._plan, self._settings
         check_port(settings.host, settings.port)
-        self._model_name = settings.served_model_name or resolve_model(settings.model).name
-        redis_url = plan.redis_url
+        source = resolve_model(settings.model)
+        self._model_name = settings.served_model_name or source.name
+        self._check_memory(source)
+        if plan.redis_url is not None:
+            check_reachable(plan.redis_url)
+        return plan.redis_url
+
+    def _check_memory(self, source: ModelSource) -> None:
+        """Each worker checks its own share too; only here is it known how many there are."""
+        available = available_memory_bytes()
+        if available is None:
+            return
+        needed = 0
+        roles: tuple[tuple[Role, int], ...] = (("prefill", self._plan.num_prefill), ("decode", self._plan.num_decode))
+        for role, count in roles:
+            settings = load_settings(role, model=self._settings.model)
+            itemsize = 2 if settings.dtype in ("bfloat16", "float16") else 4
+            block_nbytes = source.config.kv_bytes_per_token(itemsize) * settings.block_size
+            num_blocks = settings.num_blocks or int(settings.kv_cache_gib * (1 << 30)) // block_nbytes
+            needed += count * (source.num_parameters * itemsize + num_blocks * block_nbytes)
+        if needed > available:
+            raise ConfigurationError(
+                f"{source.name} on {self._plan.num_prefill} + {self._plan.num_decode} workers takes {needed >> 20} MiB and "
+                f"{available >> 20} MiB are free: start fewer workers, set PAGEWIRE_KV_CACHE_GIB lower, or choose a smaller model"
+            )
+
+    def _start(self, redis_url: str | None) -> None:
+        plan, settings = self._plan, self._settings
         if redis_url is None:
             port = free_port()
             redis_url = f"redis://127.0.0.1:{port}/0"
             self._redis = Child("redis", server_command(port, self._folder), os.environ, reports_status=False)
             self._redis.start()
-        else:
-            check_reachable(redis_url)
         # Workers before the router: they take longest.
         for role, count in (("prefill", plan.num_prefill), ("decode", plan.num_decode)):
             num_threads = settings.num_threads or max(1, (os.cpu_count() or 1) // count)
@@ -89,6 +117,9 @@ class Stack:
         # The terminal is for the user: what services log as information is shown on request (PAGEWIRE_LOG_LEVEL=info).
         environ = {"PAGEWIRE_LOG_LEVEL": "warning", **os.environ, "PAGEWIRE_MODEL": self._settings.model, **extra}
         environ |= {"REDIS_URL": redis_url, "PAGEWIRE_REDIS_URL": redis_url}
+        # What was settled here must not be settled otherwise for one role.
+        for setting in ("MODEL", "REDIS_URL", "HOST", "PORT", "WORKER_ID", "NUM_THREADS"):
+            environ.pop(f"PAGEWIRE_{role.upper()}_{setting}", None)
         child = Child(name, [sys.executable, "-m", f"services.{role}"], environ)
         child.start()
         self._services.append(child)

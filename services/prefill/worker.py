@@ -20,6 +20,7 @@ from shared.batch import ScheduledRequest, SchedulerOutput
 from shared.config import Settings
 from shared.engine.engine_core import StepResult
 from shared.engine.worker_loop import WorkerLoop, deadline_at, milliseconds
+from shared.errors import TransferError
 from shared.messages import DecodeRequest, PrefillRequest, RequestFailed, WorkerTiming
 from shared.model_files.model_source import ModelSource
 from shared.model_files.weight_reader import PendingWeights
@@ -95,15 +96,18 @@ class PrefillWorker(WorkerLoop):
         job = PrefillJob(request, router, message.transfer_id, span)
         with self._lock:
             self._jobs[message.transfer_id] = job
-        self._sender.offer(
-            message.transfer_id,
-            message.attempt,
-            message.decode,
-            num_prompt_tokens=request.num_prompt_tokens,
-            block_hashes=request.block_hashes,
-            deadline_s=message.deadline_s,
-            traceparent=job.traceparent,
-        )
+        try:
+            self._sender.offer(
+                message.transfer_id,
+                message.attempt,
+                message.decode,
+                num_prompt_tokens=request.num_prompt_tokens,
+                block_hashes=request.block_hashes,
+                deadline_s=message.deadline_s,
+                traceparent=job.traceparent,
+            )
+        except TransferError as error:
+            self.on_failed(message.transfer_id, error.message)
 
     def abort(self, request_id: str, reason: str) -> None:
         with self._lock:
@@ -111,6 +115,13 @@ class PrefillWorker(WorkerLoop):
         for transfer_id in transfer_ids:
             self._sender.abort(transfer_id, reason)
             self.post(partial(self._stop_computing, transfer_id))
+
+    def forget_router(self, router: bytes) -> None:
+        with self._lock:
+            transfer_ids = [job.transfer_id for job in self._jobs.values() if job.router == router]
+        for transfer_id in transfer_ids:
+            self._sender.abort(transfer_id, "the router is gone")
+            self._stop_computing(transfer_id)
 
     # ---- transport's thread (SenderEvents) ----------------------------------------------------------------------------
     def on_granted(self, transfer_id: str) -> None:
@@ -135,6 +146,8 @@ class PrefillWorker(WorkerLoop):
             self.engine.scheduler.remove(job.request.request_id, free_blocks=False)
 
     def before_schedule(self) -> None:
+        if not self._sender.is_alive:
+            raise RuntimeError("the KV sender has stopped; a fresh process can serve, this one cannot")
         now_s = self.clock.now_s()
         with self._lock:
             expired = [job.transfer_id for job in self._jobs.values() if job.request.deadline_at_s <= now_s]

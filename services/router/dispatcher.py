@@ -309,7 +309,7 @@ class Dispatcher:
         """News from prefill. Decode learns of a failed transfer by itself, and what decode says counts; but of a request that prefill
         did not take in at all, decode would hear nothing."""
         worker.release(request_id)
-        if isinstance(mail, RequestFailed) and mail.error_type in ("overloaded", "invalid_request"):
+        if isinstance(mail, RequestFailed) and mail.error_type in ("overloaded", "unavailable", "invalid_request"):
             mailbox.put_nowait(_PrefillRefused(_as_error(mail)))
 
 

@@ -158,7 +158,7 @@ class GenerationRequest(BaseModel):
     min_tokens: int | None = Field(None, ge=0, lt=_INT64)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, allow_inf_nan=False)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100, allow_inf_nan=False)
     logit_bias: LogitBiasField = None
     allowed_token_ids: list[int] | None = Field(None, min_length=1)
     stream: bool | None = None

@@ -98,6 +98,7 @@ class WorkerDirectory:
         self._expected = expected
         self._workers: dict[str, Worker] = {}
         self._barred_until_s: dict[Holder, float] = {}
+        self._outage_until_s = 0.0
         self._refused: set[Holder] = set()
         self._unused_since_s: dict[str, float] = {}
         self._task: asyncio.Task[None] | None = None
@@ -151,6 +152,8 @@ class WorkerDirectory:
                 if self.redis_ok:
                     _logger.warning("Redis does not answer (%s); routing goes on with the workers known", type(error).__name__)
                 self.redis_ok = False
+                # Workers could not renew either: a lease that ran out meanwhile says nothing about its worker.
+                self._outage_until_s = self._clock.now_s() + self._lease_s + 0.5
             else:
                 self.redis_ok = True
                 try:
@@ -188,10 +191,10 @@ class WorkerDirectory:
             elif record is not None:
                 worker.record = record
                 worker.missing_since_s = None
-            elif worker_id in listed_ids:
+            elif worker_id in listed_ids and now_s > self._outage_until_s:
                 self._remove(worker, "its lease ran out")
             else:
-                # It left in order, or Redis came back empty: then the worker will register again within its lease.
+                # It left in order, or Redis was away or came back empty: then the worker will register again within its lease.
                 worker.missing_since_s = now_s if worker.missing_since_s is None else worker.missing_since_s
                 if now_s - worker.missing_since_s > self._lease_s + 0.5:
                     self._remove(worker, "it left")

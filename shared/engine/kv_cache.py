@@ -32,4 +32,4 @@ class KVCache:
 
     @staticmethod
     def bytes_per_block(config: ModelConfig, block_size: int, itemsize: int) -> int:
-        return config.num_layers * 2 * config.num_kv_heads * block_size * config.head_dim * itemsize
+        return config.kv_bytes_per_token(itemsize) * block_size

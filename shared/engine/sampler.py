@@ -85,7 +85,7 @@ def adjust_logits(raw: torch.Tensor, row: SamplingRow) -> torch.Tensor:
         counts = Counter(row.output_token_ids)
         ids = torch.tensor(list(counts))
         logits[ids] -= params.frequency_penalty * torch.tensor(list(counts.values()), dtype=logits.dtype) + params.presence_penalty
-    return logits
+    return logits.nan_to_num_(nan=NEG_INF, posinf=torch.finfo(logits.dtype).max, neginf=NEG_INF)
 
 
 def filtered_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -120,7 +120,9 @@ def _draw(logits: torch.Tensor, row: SamplingRow) -> int:
     cumulative = filtered_probs(logits, row.params).cumsum(0)
     u = uniform(row.seed, row.params.sequence_index, len(row.output_token_ids))
     # right=True skips tokens of probability 0, which add nothing to the cumulative sum.
-    return int(torch.searchsorted(cumulative, cumulative[-1] * u, right=True))
+    index = int(torch.searchsorted(cumulative, cumulative[-1] * u, right=True))
+    # Only logits that are not numbers lead past the end; an id outside the vocabulary must never leave here.
+    return index if index < len(cumulative) else int(logits.nan_to_num(nan=NEG_INF).argmax())
 
 
 def token_logprobs(raw: torch.Tensor, token_id: int, num_top: int) -> TokenLogprobs:

@@ -74,7 +74,7 @@ class WorkerLoop(ABC):
         self._num_failures = 0
         self._stats = WorkerStats()
         self._stats_at_s = 0.0
-        self.rpc = RpcServer(settings.bind_host, self.advertise_host, self._on_message)
+        self.rpc = RpcServer(settings.bind_host, self.advertise_host, self._on_message, self._on_router_gone)
         self._lease = LeaseKeeper(settings.redis_url, settings.redis_namespace, self.record, settings.lease_s, self._writer)
 
     # ---- what a service fills in --------------------------------------------------------------------------------------
@@ -85,6 +85,10 @@ class WorkerLoop(ABC):
     @abstractmethod
     def abort(self, request_id: str, reason: str) -> None:
         """rpc thread: forget the request and give its blocks back; unknown ids are ignored."""
+
+    @abstractmethod
+    def forget_router(self, router: bytes) -> None:
+        """Engine thread: a router died; nobody waits for its requests any more."""
 
     @abstractmethod
     def before_schedule(self) -> None:
@@ -202,6 +206,9 @@ class WorkerLoop(ABC):
             self.rpc.send(router, problem)
             return
         self.accept(router, message)
+
+    def _on_router_gone(self, router: bytes) -> None:
+        self.post(lambda: self.forget_router(router))
 
     def _refusal(self, message: PrefillRequest | DecodeRequest) -> RequestFailed | None:
         """The boundary check: everything past it may rely on a prompt that is in range and fits."""

@@ -61,6 +61,10 @@ class ModelConfig:
     bos_token_id: int | None = None
     add_bos: bool = False
 
+    def kv_bytes_per_token(self, itemsize: int) -> int:
+        """K and V of one token over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
+
     def __post_init__(self) -> None:
         for name in (
             "num_layers",

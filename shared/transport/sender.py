@@ -125,6 +125,11 @@ class KVSender:
     def counters(self) -> dict[str, float]:
         return self._state.counters()
 
+    @property
+    def is_alive(self) -> bool:
+        """False once its control thread has ended: nothing offered after that would ever be answered."""
+        return not self._is_stopping
+
     def close(self) -> None:
         """Abort what lives (on_failed follows for each), say goodbye, end all threads; at most two seconds."""
         if self._is_stopping:

@@ -18,7 +18,7 @@ from shared.transport import control
 from shared.transport.connector import BlockMemory, SenderEvents, SenderWire
 from shared.transport.frames import ChecksumCode, DataHeader, Flags, KVPart, MessageType, checksum
 from shared.transport.kv_layout import KVLayout
-from shared.transport.limits import HELLO_RETRY_S, HELLO_TIMEOUT_S, RENEW_FRACTION, STALL_FRACTION
+from shared.transport.limits import DEAD_WIRE_FACTOR, HELLO_RETRY_S, HELLO_TIMEOUT_S, RENEW_FRACTION, STALL_FRACTION
 from shared.transport.sender_transfer import Chunk, CommitRequest, Phase, SenderTransfer
 from shared.transport.seq_ranges import from_ranges
 from shared.transport.trace_context import split_traceparent
@@ -236,6 +236,9 @@ class SenderState:
         is_waiting = bool(transfer.in_flight) or transfer.phase is Phase.COMMIT_SENT
         if is_waiting and now - max(transfer.last_progress_s, transfer.last_fence_s) > timeout * STALL_FRACTION:
             self._send_fence(transfer)
+        if is_waiting and now - transfer.last_progress_s > timeout * DEAD_WIRE_FACTOR:
+            self._fail(transfer, f"the decode worker acknowledged no chunk for {timeout * DEAD_WIRE_FACTOR:g} s")
+            return
         if now - transfer.last_control_s < timeout * RENEW_FRACTION:
             return
         if transfer.phase is Phase.OFFERED:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 STATUS_FD_VARIABLE = "PAGEWIRE_STATUS_FD"
 """A file descriptor the launcher reads: lines "loading <fraction>", then "ready"."""
 DIE_WITH_PARENT_VARIABLE = "PAGEWIRE_DIE_WITH_PARENT"
+"""The launcher's pid."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -25,7 +26,7 @@ def set_up_process(name: str) -> None:
     )
     if os.environ.get(DIE_WITH_PARENT_VARIABLE) and sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() == 1:
+        if os.getppid() != int(os.environ[DIE_WITH_PARENT_VARIABLE]):
             # The launcher died before the call above.
             os.kill(os.getpid(), signal.SIGTERM)
 

@@ -21,10 +21,19 @@ SEND_QUEUE_MESSAGES = 100_000
 
 
 class RpcServer:
-    """`handler(router_identity, message)` runs on the server's thread and must not block."""
+    """`handler(router_identity, message)` and `on_router_gone(router_identity)` run on the server's thread and must not block.
 
-    def __init__(self, bind_host: str, advertise_host: str, handler: Callable[[bytes, RouterMessage], None]) -> None:
+    That a router is gone is noticed when an answer cannot be delivered: its connection is closed."""
+
+    def __init__(
+        self,
+        bind_host: str,
+        advertise_host: str,
+        handler: Callable[[bytes, RouterMessage], None],
+        on_router_gone: Callable[[bytes], None] = lambda _router: None,
+    ) -> None:
         self._handler = handler
+        self._on_router_gone = on_router_gone
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -98,7 +107,10 @@ class RpcServer:
             try:
                 self._socket.send_multipart([router, frame], zmq.NOBLOCK)
             except zmq.ZMQError as error:
-                logger.debug("router unreachable: %s", error)
+                if error.errno == zmq.EHOSTUNREACH:
+                    self._on_router_gone(router)
+                else:
+                    logger.warning("an answer was dropped: %s", error)
 
     def _take(self, frames: list[bytes]) -> None:
         router = frames[0]

@@ -130,3 +130,11 @@ def test_norm_rotary_and_activation_follow_their_formulas() -> None:
     torch.testing.assert_close(normed, flat / (flat.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight, atol=1e-6, rtol=1e-6)
     gate, up = flat[:, :32], flat[:, 32:]
     torch.testing.assert_close(reference.silu_and_mul(flat), gate * torch.sigmoid(gate) * up)
+
+
+def test_a_chunk_cut_into_slices_of_queries_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case([(100, 150), (1, 20), (33, 33)], 9, 3, 64)
+    whole = case.run()
+    monkeypatch.setattr("kernels.cpu_attention.MAX_QUERY_TOKENS", 17)
+    torch.testing.assert_close(case.run(), whole, atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(case.run().double(), case.expected, atol=2e-6, rtol=2e-6)

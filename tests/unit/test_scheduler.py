@@ -231,3 +231,12 @@ def test_random_traffic_ends_with_every_request_done_and_no_block_held(seed: int
         s.manager.check_invariants()
     assert finished == set(limits)
     assert s.manager.num_used() == 0
+
+
+def test_with_one_place_an_urgent_newcomer_does_not_stop_everything() -> None:
+    s = scheduler(budget=16, max_num_seqs=1)
+    s.add(prompt("long", 64, arrival_s=1))
+    step(s)
+    s.add(prompt("urgent", 16, arrival_s=2, priority=-1))
+    names = [next(iter(step(s)), None) for _ in range(4)]
+    assert names == ["long", "long", "long", "urgent"]

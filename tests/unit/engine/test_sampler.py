@@ -151,3 +151,12 @@ def test_logits_are_left_as_they_were() -> None:
     before = logits.clone()
     sample(logits[None], [row(temperature=1.0, repetition_penalty=2.0, prompt=[1], logit_bias={1: 5.0}, top_p=0.5)])
     assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_logits_that_are_not_numbers_never_lead_outside_the_vocabulary(bad: float, temperature: float) -> None:
+    for logits in (torch.full((VOCAB,), bad), torch.where(torch.arange(VOCAB) == 3, bad, logits_of())):
+        for penalty in (1.0, 1.5):
+            token = draw(logits, temperature=temperature, repetition_penalty=penalty, prompt=[3])
+            assert 0 <= token < VOCAB

@@ -78,3 +78,28 @@ def test_a_handler_that_raises_does_not_end_the_server() -> None:
 def test_a_router_that_is_gone_is_ignored(server: RpcServer) -> None:
     server.send(b"nobody", RequestFailed(request_id="a", message="no", error_type="internal", retryable=False))
     server.close()
+
+
+def test_the_end_of_a_router_is_told_when_an_answer_cannot_reach_it() -> None:
+    gone: queue.Queue[bytes] = queue.Queue()
+    seen: queue.Queue[bytes] = queue.Queue()
+    server = RpcServer("127.0.0.1", "127.0.0.1", lambda router, _message: seen.put(router), gone.put)
+    server.start()
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.connect(server.endpoint)
+    socket.send(encode(AbortRequest(request_id="a", reason="")))
+    router = seen.get(timeout=2)
+    socket.close(0)
+    context.term()
+    failure = RequestFailed(request_id="a", message="no", error_type="internal", retryable=False)
+    for _ in range(100):
+        server.send(router, failure)
+        try:
+            assert gone.get(timeout=0.05) == router
+            break
+        except queue.Empty:
+            continue
+    else:
+        raise AssertionError("nobody was told")
+    server.close()
