@@ -122,8 +122,14 @@ class RequestFailed(Message):
     retry_after_s: float | None = None
 
 
+class Ping(Message):
+    """Either worker -> a router whose requests it holds: are you there? Needs no answer; a router that is gone cannot be reached."""
+
+    kind: Literal["ping"] = "ping"
+
+
 RouterMessage = PrefillRequest | DecodeRequest | AbortRequest
-WorkerMessage = RequestOutput | WorkerTiming | RequestFailed
+WorkerMessage = RequestOutput | WorkerTiming | RequestFailed | Ping
 
 _router_messages: TypeAdapter[RouterMessage] = TypeAdapter(Annotated[RouterMessage, Field(discriminator="kind")])
 _worker_messages: TypeAdapter[WorkerMessage] = TypeAdapter(Annotated[WorkerMessage, Field(discriminator="kind")])

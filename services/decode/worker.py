@@ -96,8 +96,8 @@ class DecodeWorker(WorkerLoop):
     # ---- rpc thread ---------------------------------------------------------------------------------------------------
     def accept(self, router: bytes, message: PrefillRequest | DecodeRequest) -> None:
         assert isinstance(message, DecodeRequest)
-        if message.request_id in self._jobs:
-            self._refuse(router, message.request_id, "this request id is already being served here", "invalid_request")
+        if message.request_id in self._jobs or message.transfer_id in self._by_transfer:
+            self._refuse(router, message.request_id, "this request or transfer id is already being served here", "invalid_request")
             return
         request = Request(
             message.request_id,
@@ -174,6 +174,9 @@ class DecodeWorker(WorkerLoop):
 
     def abort(self, request_id: str, reason: str) -> None:
         self.post(lambda: self._end(request_id, f"aborted: {reason}"))
+
+    def routers_in_use(self) -> set[bytes]:
+        return {job.router for job in list(self._jobs.values())}
 
     def forget_router(self, router: bytes) -> None:
         for request_id in [i for i, job in list(self._jobs.items()) if job.router == router]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import socket
+import tempfile
 from pathlib import Path
 
 import redis
@@ -29,7 +30,7 @@ def find_server_binary() -> Path | None:
     return None
 
 
-def server_command(port: int, folder: Path) -> list[str]:
+def server_command(port: int) -> list[str]:
     """A server in memory only, on loopback. ConfigurationError says what to install when no binary is found."""
     binary = find_server_binary()
     if binary is None:
@@ -44,7 +45,7 @@ def server_command(port: int, folder: Path) -> list[str]:
         "--bind": "127.0.0.1",
         "--save": "",
         "--appendonly": "no",
-        "--dir": str(folder),
+        "--dir": tempfile.gettempdir(),
         "--loglevel": "warning",
     }
     return [str(binary), *(word for option in options.items() for word in option)]

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 import sys
-import tempfile
 import threading
 import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -46,7 +43,6 @@ class Stack:
     def __init__(self, plan: StackPlan) -> None:
         self._plan = plan
         self._settings = plan.settings
-        self._folder = Path(tempfile.mkdtemp(prefix="pagewire-"))
         self._stopping = threading.Event()
         self._redis: Child | None = None
         self._services: list[Child] = []  # the router last
@@ -71,12 +67,23 @@ class Stack:
         """What would keep the stack from serving, before anything is started. Returns the Redis URL to use; None: start one."""
         plan, settings = self._plan, self._settings
         check_port(settings.host, settings.port)
+        self._check_roles_agree()
         source = resolve_model(settings.model)
         self._model_name = settings.served_model_name or source.name
         self._check_memory(source)
         if plan.redis_url is not None:
             check_reachable(plan.redis_url)
         return plan.redis_url
+
+    def _check_roles_agree(self) -> None:
+        """A router refuses workers whose blocks are not what it expects, and would wait for others for ever."""
+        roles: tuple[Role, ...] = ("router", "prefill", "decode")
+        per_role = [load_settings(role) for role in roles]
+        for name in ("block_size", "dtype"):
+            values = [getattr(settings, name) for settings in per_role]
+            if len(set(values)) > 1:
+                found = ", ".join(f"{role} {value}" for role, value in zip(roles, values, strict=True))
+                raise ConfigurationError(f"{name} must be the same for router, prefill and decode: {found}")
 
     def _check_memory(self, source: ModelSource) -> None:
         """Each worker checks its own share too; only here is it known how many there are."""
@@ -102,7 +109,7 @@ class Stack:
         if redis_url is None:
             port = free_port()
             redis_url = f"redis://127.0.0.1:{port}/0"
-            self._redis = Child("redis", server_command(port, self._folder), os.environ, reports_status=False)
+            self._redis = Child("redis", server_command(port), os.environ, reports_status=False)
             self._redis.start()
         # Workers before the router: they take longest.
         for role, count in (("prefill", plan.num_prefill), ("decode", plan.num_decode)):
@@ -186,7 +193,6 @@ class Stack:
         if self._redis is not None:
             self._redis.terminate()
             self._redis.wait(time.monotonic() + 1.0)
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _say(self, event: str, text: str, **fields: str) -> None:
         if self._plan.is_json:

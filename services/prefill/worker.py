@@ -116,6 +116,10 @@ class PrefillWorker(WorkerLoop):
             self._sender.abort(transfer_id, reason)
             self.post(partial(self._stop_computing, transfer_id))
 
+    def routers_in_use(self) -> set[bytes]:
+        with self._lock:
+            return {job.router for job in self._jobs.values()}
+
     def forget_router(self, router: bytes) -> None:
         with self._lock:
             transfer_ids = [job.transfer_id for job in self._jobs.values() if job.router == router]

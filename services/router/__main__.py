@@ -112,6 +112,8 @@ class _Server(uvicorn.Server):
     def _stop(self) -> None:
         self.force_exit = self.should_exit
         self.should_exit = True
+        # What uvicorn says from here on is about tasks it cancels, with tracebacks; clients are told in our own words.
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL + 1)
 
 
 def run(settings: Settings) -> int:

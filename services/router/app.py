@@ -63,7 +63,7 @@ def create_app(parts: RouterParts) -> ASGIApp:
         finally:
             await parts.stop()
 
-    app = FastAPI(title="pagewire", version=package_version(), lifespan=lifespan)
+    app = FastAPI(title="pagewire", version=package_version(), lifespan=lifespan, redirect_slashes=False)
     _add_error_handlers(app)
     _add_generation_routes(app, parts)
     _add_model_routes(app, parts)
@@ -153,7 +153,7 @@ def _add_model_routes(app: FastAPI, parts: RouterParts) -> None:
 
 
 def _add_status_routes(app: FastAPI, parts: RouterParts) -> None:
-    @app.get("/health", response_model=None)
+    @app.api_route("/health", methods=["GET", "HEAD"], response_model=None)
     async def health() -> Response:
         return Response(status_code=200)
 

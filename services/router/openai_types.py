@@ -268,6 +268,14 @@ class CompletionRequest(GenerationRequest):
         return prompts  # type: ignore[no-any-return]
 
 
+def _check_content(value: Any) -> Any:
+    for part in value if isinstance(value, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise ValueError(f"content parts of type {str(kind)[:40]!r} are not supported by this model; send parts of type 'text'")
+    return value
+
+
 class ContentPart(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
     type: Literal["text"]
@@ -279,7 +287,7 @@ class ChatMessage(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
     role: str
-    content: str | list[ContentPart] | None = None
+    content: Annotated[str | list[ContentPart] | None, BeforeValidator(_check_content)] = None
 
     def as_template_input(self) -> dict[str, Any]:
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())

@@ -16,7 +16,7 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from shared.errors import ProtocolError
-from shared.messages import Message, WorkerMessage, WorkerTiming, decode_worker_message, encode
+from shared.messages import Message, Ping, WorkerMessage, WorkerTiming, decode_worker_message, encode
 
 _logger = logging.getLogger(__name__)
 _HEARTBEAT_INTERVAL_MS = 1000
@@ -134,6 +134,8 @@ class WorkerClient:
             self.num_invalid_messages += 1
             if self.num_invalid_messages == 1:
                 _logger.warning("worker %s sent a message that cannot be read: %s", self._worker_id, error)
+            return
+        if isinstance(message, Ping):
             return
         if isinstance(message, WorkerTiming):
             # Often the last message about a request, after the one that ended it: nobody need be waiting for it.

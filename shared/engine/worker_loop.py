@@ -74,7 +74,7 @@ class WorkerLoop(ABC):
         self._num_failures = 0
         self._stats = WorkerStats()
         self._stats_at_s = 0.0
-        self.rpc = RpcServer(settings.bind_host, self.advertise_host, self._on_message, self._on_router_gone)
+        self.rpc = RpcServer(settings.bind_host, self.advertise_host, self._on_message, self._on_router_gone, self.routers_in_use)
         self._lease = LeaseKeeper(settings.redis_url, settings.redis_namespace, self.record, settings.lease_s, self._writer)
 
     # ---- what a service fills in --------------------------------------------------------------------------------------
@@ -85,6 +85,10 @@ class WorkerLoop(ABC):
     @abstractmethod
     def abort(self, request_id: str, reason: str) -> None:
         """rpc thread: forget the request and give its blocks back; unknown ids are ignored."""
+
+    @abstractmethod
+    def routers_in_use(self) -> set[bytes]:
+        """rpc thread: the routers that wait for something from here."""
 
     @abstractmethod
     def forget_router(self, router: bytes) -> None:
@@ -226,6 +230,11 @@ class WorkerLoop(ABC):
             return invalid(f"a prompt has 1 to {self.engine.max_model_len} tokens here, this one {len(message.token_ids)}")
         if not 0 <= min(message.token_ids) <= max(message.token_ids) < self.engine.config.tokenizer_vocab_size:
             return invalid(f"token ids are 0 to {self.engine.config.tokenizer_vocab_size - 1}")
+        if isinstance(message, DecodeRequest):
+            sampling = message.sampling
+            for token_id in (*sampling.logit_bias, *(sampling.allowed_token_ids or ()), *sampling.stop_token_ids):
+                if not 0 <= token_id < self.engine.config.tokenizer_vocab_size:
+                    return invalid(f"token id {token_id} is outside the vocabulary")
         return None
 
     # ---- how it stands ------------------------------------------------------------------------------------------------

@@ -6,16 +6,19 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 import zmq
 
 from shared.errors import ConfigurationError, ProtocolError
-from shared.messages import Message, RouterMessage, decode_router_message, encode
+from shared.messages import Message, Ping, RouterMessage, decode_router_message, encode
 
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 16 << 20
+MAX_BURST_MESSAGES = 256
+PING_INTERVAL_S = 0.5
 SEND_QUEUE_MESSAGES = 100_000
 """Outgoing messages kept for a router that does not read; more are dropped, and its requests end by deadline."""
 
@@ -23,7 +26,8 @@ SEND_QUEUE_MESSAGES = 100_000
 class RpcServer:
     """`handler(router_identity, message)` and `on_router_gone(router_identity)` run on the server's thread and must not block.
 
-    That a router is gone is noticed when an answer cannot be delivered: its connection is closed."""
+    That a router is gone shows when a message cannot be delivered to it, its connection being closed; so those that have requests
+    here (`routers_in_use`) are sent a ping now and then, in case there is no answer for them yet."""
 
     def __init__(
         self,
@@ -31,8 +35,10 @@ class RpcServer:
         advertise_host: str,
         handler: Callable[[bytes, RouterMessage], None],
         on_router_gone: Callable[[bytes], None] = lambda _router: None,
+        routers_in_use: Callable[[], set[bytes]] = set,
     ) -> None:
         self._handler = handler
+        self._routers_in_use = routers_in_use
         self._on_router_gone = on_router_gone
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -83,16 +89,22 @@ class RpcServer:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_receiver, zmq.POLLIN)
+        ping_at_s = 0.0
         while not self._stopping:
-            ready = dict(poller.poll(1000))
+            ready = dict(poller.poll(int(PING_INTERVAL_S * 1000)))
+            if time.monotonic() >= ping_at_s:
+                ping_at_s = time.monotonic() + PING_INTERVAL_S
+                for router in self._routers_in_use():
+                    self._outgoing.put((router, encode(Ping())))
             if self._wake_receiver in ready:
                 with contextlib.suppress(zmq.Again):
                     while True:
                         self._wake_receiver.recv(zmq.NOBLOCK)
             self._flush()
             if self._socket in ready:
+                # A bounded burst: answers go out in between, whatever comes in.
                 with contextlib.suppress(zmq.Again):
-                    while True:
+                    for _ in range(MAX_BURST_MESSAGES):
                         self._take(self._socket.recv_multipart(zmq.NOBLOCK))
         self._flush()
         self._socket.close(200)
@@ -120,6 +132,7 @@ class RpcServer:
             self._handler(router, decode_router_message(frames[1]))
         except ProtocolError as error:
             self.num_rejected += 1
-            logger.warning("message dropped: %s", error)
+            if self.num_rejected & (self.num_rejected - 1) == 0:  # 1, 2, 4, 8, ...: a flood is not to fill the log
+                logger.warning("%d messages dropped so far, the last one: %s", self.num_rejected, error)
         except Exception:
             logger.exception("handler failed")
