@@ -10,6 +10,7 @@ from local_stack import LocalStack
 
 @pytest.fixture(scope="session")
 def stack() -> Iterator[LocalStack]:
-    """One prefill and one decode worker with default settings and the invariants checked after every step."""
-    with LocalStack(debug="true") as running:
+    """One prefill and one decode worker with the invariants checked after every step, which with the default pool of 2900 blocks
+    would take longer than the steps."""
+    with LocalStack(debug="true", num_blocks=640) as running:
         yield running

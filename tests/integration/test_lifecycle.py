@@ -72,13 +72,6 @@ def test_children_end_when_the_launcher_is_killed() -> None:
             time.sleep(0.1)
 
 
-def test_two_prefill_and_two_decode_workers_serve_together() -> None:
-    with LocalStack("--prefill", "2", "--decode", "2", num_blocks=200) as running:
-        assert set(running.pids) == {"redis", "router", "prefill-0", "prefill-1", "decode-0", "decode-1"}
-        for _ in range(4):
-            assert running.tokens(CNT, 3) == CNT_START
-
-
 def test_a_taken_port_is_one_line_and_exit_code_2() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

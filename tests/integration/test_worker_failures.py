@@ -14,13 +14,21 @@ import pytest
 from local_stack import CNT, LocalStack, Streamed, ids
 from plain_run import assert_equals_plain_run
 
-LONG = 1500
+LONG = 1000
+
+
+@pytest.fixture(scope="module")
+def shared_stack() -> Iterator[LocalStack]:
+    with LocalStack(num_blocks=300, debug="true") as running:
+        yield running
 
 
 @pytest.fixture
-def small() -> Iterator[LocalStack]:
-    with LocalStack(num_blocks=300, debug="true") as running:
-        yield running
+def small(shared_stack: LocalStack) -> LocalStack:
+    """A stack that has recovered from what the test before did to it."""
+    shared_stack.wait_until(lambda: _answers(shared_stack), 30)
+    shared_stack.wait_until_idle(10)
+    return shared_stack
 
 
 class Background(threading.Thread):
@@ -41,27 +49,30 @@ class Background(threading.Thread):
 
 def in_the_middle_of_a_prompt(stack: LocalStack, seed: int) -> Background:
     request = Background(stack.complete, ids(LONG, first=seed), 3, logprobs=2, return_tokens_as_token_ids=True)
-    time.sleep(0.8)
+    time.sleep(0.5)
     assert request.is_alive(), "the machine is too fast for this test"
     return request
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_prefill_lost_in_mid_prompt_is_made_good_by_decode(small: LocalStack, number: signal.Signals) -> None:
-    request = in_the_middle_of_a_prompt(small, seed=500)
-    os.kill(small.pids["prefill-0"], number)
+    request = in_the_middle_of_a_prompt(small, seed=500 + number)
+    victim = small.pid("prefill-0")
+    fallbacks = small.metric("pagewire:kv_recompute_fallbacks_total", "decode-0")
+    os.kill(victim, number)
     request.join(60)
-    os.kill(small.pids["prefill-0"], signal.SIGCONT) if number == signal.SIGSTOP else None
+    if number == signal.SIGSTOP:
+        os.kill(victim, signal.SIGCONT)
     assert isinstance(request.result, dict), request.result
     assert_equals_plain_run(request.result["choices"][0])
-    assert small.metric("pagewire:kv_recompute_fallbacks_total", "decode-0") == 1
+    small.wait_until(lambda: small.metric("pagewire:kv_recompute_fallbacks_total", "decode-0") == fallbacks + 1, 5)
     small.wait_until(lambda: small.metric("pagewire:kv_blocks_used", "decode-0") == 0, 5)
 
 
 def test_policy_fail_reports_a_lost_transfer_as_an_error() -> None:
     with LocalStack(num_blocks=300, kv_failure_policy="fail") as stack:
         request = in_the_middle_of_a_prompt(stack, seed=510)
-        os.kill(stack.pids["prefill-0"], signal.SIGKILL)
+        os.kill(stack.pid("prefill-0"), signal.SIGKILL)
         request.join(10)
         assert isinstance(request.result, urllib.error.HTTPError) and request.result.code >= 500, request.result
         assert b'"error"' in request.result.read()
@@ -72,7 +83,7 @@ def test_decode_killed_in_mid_answer_ends_the_stream_with_an_error(small: LocalS
     request = Background(small.stream, CNT, 500, ignore_eos=True)
     time.sleep(1.5)
     killed_s = time.monotonic()
-    os.kill(small.pids["decode-0"], signal.SIGKILL)
+    os.kill(small.pid("decode-0"), signal.SIGKILL)
     request.join(5)
     assert time.monotonic() - killed_s < 2
     streamed: Streamed = request.result
@@ -85,19 +96,21 @@ def test_frozen_decode_is_gone_within_two_seconds(small: LocalStack) -> None:
     request = Background(small.stream, CNT, 500, ignore_eos=True)
     time.sleep(1.5)
     frozen_s = time.monotonic()
-    os.kill(small.pids["decode-0"], signal.SIGSTOP)
+    os.kill(small.pid("decode-0"), signal.SIGSTOP)
     request.join(10)
     assert time.monotonic() - frozen_s < 3
     assert request.result.error is not None
-    os.kill(small.pids["decode-0"], signal.SIGCONT)
+    os.kill(small.pid("decode-0"), signal.SIGCONT)
     small.wait_until(lambda: _answers(small), 20)
 
 
-def test_decode_killed_before_the_first_token_is_replaced_by_another() -> None:
-    with LocalStack("--decode", "2", num_blocks=300) as stack:
+def test_two_of_each_serve_and_decode_killed_before_the_first_token_is_replaced() -> None:
+    with LocalStack("--prefill", "2", "--decode", "2", num_blocks=300) as stack:
+        assert set(stack.pids) == {"redis", "router", "prefill-0", "prefill-1", "decode-0", "decode-1"}
+        assert [stack.tokens(CNT, 3) for _ in range(4)] == [[216, 38, 28]] * 4
         request = in_the_middle_of_a_prompt(stack, seed=520)
         busy = max(("decode-0", "decode-1"), key=lambda name: stack.metric("pagewire:kv_blocks_used", name))
-        os.kill(stack.pids[busy], signal.SIGKILL)
+        os.kill(stack.pid(busy), signal.SIGKILL)
         request.join(60)
         assert isinstance(request.result, dict), request.result
         assert_equals_plain_run(request.result["choices"][0])
@@ -105,7 +118,7 @@ def test_decode_killed_before_the_first_token_is_replaced_by_another() -> None:
 
 def test_requests_go_on_while_redis_is_frozen(small: LocalStack) -> None:
     small.tokens(CNT, 3)
-    os.kill(small.pids["redis"], signal.SIGSTOP)
+    os.kill(small.pid("redis"), signal.SIGSTOP)
     try:
         time.sleep(2.5)
         for _ in range(3):
@@ -113,7 +126,7 @@ def test_requests_go_on_while_redis_is_frozen(small: LocalStack) -> None:
             assert small.tokens(CNT, 3) == [216, 38, 28]
             assert time.monotonic() - start_s < 1.5
     finally:
-        os.kill(small.pids["redis"], signal.SIGCONT)
+        os.kill(small.pid("redis"), signal.SIGCONT)
 
 
 def _answers(stack: LocalStack) -> bool:

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 ROOT = Path(__file__).resolve().parents[2]
 READY_TIMEOUT_S = 120.0
 CNT = [33, 28, 216, 34, 28, 216, 35, 28, 216, 36, 28, 216, 37, 28]
@@ -169,6 +171,16 @@ class LocalStack:
             yield connection.getresponse()
         finally:
             connection.close()
+
+    def pid(self, name: str) -> int:
+        """The process that now is router, redis, prefill-0, ...; another one after a restart."""
+        for child in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.Error):
+                command = " ".join(child.cmdline())
+                is_it = (name == "router" and "services.router" in command) or (name == "redis" and "redis-server" in command)
+                if is_it or child.environ().get("PAGEWIRE_WORKER_ID") == name:
+                    return child.pid
+        raise AssertionError(f"{name} is not running")
 
     # ---- what the services say ----------------------------------------------------------------------------------------
     def metric(self, name: str, worker: str | None = None) -> float:
