@@ -19,7 +19,7 @@ Role = Literal["router", "prefill", "decode"]
 class Settings(BaseModel):
     """Settings of one service."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     # What is served
     model: str = Field("smollm2", description="'smollm2' (packaged), a .gguf file, a Hugging Face directory, or a Hub id")
