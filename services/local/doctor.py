@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import shutil
-import socket
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -16,6 +15,7 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
+from services.local.ports import check_port
 from services.local.redis_server import check_reachable, find_server_binary
 from shared.available_memory import available_memory_bytes
 from shared.errors import ConfigurationError
@@ -98,12 +98,10 @@ def _redis() -> Check:
 
 
 def _port(port: int) -> Check:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            return Check("port", "fail", f"{port}: {error.strerror}", "choose another with --port or PAGEWIRE_PORT")
+    try:
+        check_port("127.0.0.1", port)
+    except ConfigurationError as error:
+        return Check("port", "fail", str(port), error.message)
     return Check("port", "ok", f"{port} is free")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-import socket
 import tempfile
 from pathlib import Path
 
@@ -59,9 +58,3 @@ def check_reachable(url: str, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
         client.close()
     except (redis.RedisError, ValueError, OSError) as error:
         raise ConfigurationError(f"no Redis answers at {url} ({error}); start it or unset REDIS_URL to use the packaged one") from error
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])

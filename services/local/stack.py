@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import threading
 import time
@@ -16,7 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from services.local.child import Child
-from services.local.redis_server import check_reachable, free_port, server_command
+from services.local.ports import check_port, free_port
+from services.local.redis_server import check_reachable, server_command
 from shared.available_memory import available_memory_bytes
 from shared.config import Role, Settings, load_settings
 from shared.errors import ConfigurationError
@@ -203,18 +203,6 @@ class Stack:
     @staticmethod
     def _emit(event: dict[str, object]) -> None:
         print(json.dumps(event), flush=True)
-
-
-def check_port(host: str, port: int) -> None:
-    """ConfigurationError if nothing can listen there."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            reason = "it is in use" if error.errno == 98 else error.strerror
-            raise ConfigurationError(f"cannot listen on {host}:{port}: {reason}; choose another with --port or PAGEWIRE_PORT") from error
 
 
 def _answers(url: str) -> bool:

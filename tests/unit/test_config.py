@@ -25,7 +25,9 @@ def test_redis_url_is_read_and_our_own_variable_wins() -> None:
     assert load_settings(None, {"REDIS_URL": "redis://a", "PAGEWIRE_REDIS_URL": "redis://b"}).redis_url == "redis://b"
 
 
-@pytest.mark.parametrize(("name", "value"), [("PORT", "x"), ("BLOCK_SIZE", "0"), ("KV_FAILURE_POLICY", "maybe"), ("MAX_STEP_MS", "nan"), ("MAX_STEP_MS", "inf")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("PORT", "x"), ("BLOCK_SIZE", "0"), ("KV_FAILURE_POLICY", "maybe"), ("MAX_STEP_MS", "nan"), ("MAX_STEP_MS", "inf")]
+)
 def test_a_bad_value_names_the_setting(name: str, value: str) -> None:
     with pytest.raises(ConfigurationError, match=name.lower()):
         load_settings("router", {f"PAGEWIRE_{name}": value})
