@@ -13,12 +13,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from opentelemetry.trace import Span, Tracer
+from opentelemetry.trace import Tracer
 
+from services.decode.job import DecodeJob
 from shared import telemetry
 from shared.batch import SchedulerOutput
 from shared.cache.kv_cache_manager import Reservation
@@ -30,41 +30,10 @@ from shared.messages import DecodeRequest, FinishReason, PrefillRequest, Request
 from shared.model_files.model_source import ModelSource
 from shared.model_files.weight_reader import PendingWeights
 from shared.request import Request, RequestStatus
-from shared.sampling_params import SamplingParams
 from shared.transport.connector import CommitInfo
 from shared.transport.receiver import KVReceiver
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class DecodeJob:
-    """One request on this worker."""
-
-    request: Request
-    router: bytes
-    params: SamplingParams
-    seed: int
-    eos_token_ids: frozenset[int]
-    """Empty when the request ignores EOS."""
-    attempt: int
-    span: Span
-    received_ns: int = field(default_factory=time.time_ns)
-    reserved_ns: int = 0
-    started_ns: int = 0
-    """When its prompt was complete here."""
-    first_token_ns: int = 0
-    num_steps: int = 0
-    num_local_prompt_tokens: int = 0
-    is_recomputed: bool = False
-
-    @property
-    def traceparent(self) -> str:
-        return telemetry.traceparent_of(self.span)
-
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        return self.eos_token_ids | set(self.params.stop_token_ids)
 
 
 class DecodeWorker(WorkerLoop):

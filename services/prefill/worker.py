@@ -10,11 +10,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 
-from opentelemetry.trace import Span, Tracer
+from opentelemetry.trace import Tracer
 
+from services.prefill.job import PrefillJob
 from shared import telemetry
 from shared.batch import ScheduledRequest, SchedulerOutput
 from shared.config import Settings
@@ -26,27 +26,6 @@ from shared.model_files.model_source import ModelSource
 from shared.model_files.weight_reader import PendingWeights
 from shared.request import Request, RequestStatus
 from shared.transport.sender import KVSender
-
-
-@dataclass
-class PrefillJob:
-    """One dispatch of one request to this worker."""
-
-    request: Request
-    router: bytes
-    transfer_id: str
-    span: Span
-    received_ns: int = field(default_factory=time.time_ns)
-    first_scheduled_ns: int = 0
-    computed_ns: int = 0
-    compute_ms: float = 0.0
-    num_chunks: int = 0
-    num_sent_blocks: int = 0
-    first_sent_ns: int = 0
-
-    @property
-    def traceparent(self) -> str:
-        return telemetry.traceparent_of(self.span)
 
 
 class PrefillWorker(WorkerLoop):
