@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -111,13 +112,15 @@ class Stack:
             redis_url = f"redis://127.0.0.1:{port}/0"
             self._redis = Child("redis", server_command(port), os.environ, reports_status=False)
             self._redis.start()
+        # A Redis of the user's may serve other stacks too: their workers must not be taken for ours.
+        suffix = "" if self._redis is not None else f"@{socket.gethostname()}:{settings.port}"
         # Workers before the router: they take longest.
         for role, count in (("prefill", plan.num_prefill), ("decode", plan.num_decode)):
             num_threads = settings.num_threads or max(1, (os.cpu_count() or 1) // count)
             for index in range(count):
-                self._add(
-                    role, f"{role}-{index}", redis_url, {"PAGEWIRE_WORKER_ID": f"{role}-{index}", "PAGEWIRE_NUM_THREADS": str(num_threads)}
-                )
+                name = f"{role}-{index}"
+                extra = {"PAGEWIRE_WORKER_ID": name + suffix, "PAGEWIRE_NUM_THREADS": str(num_threads)}
+                self._add(role, name, redis_url, extra)
         self._add("router", "router", redis_url, {"PAGEWIRE_HOST": settings.host, "PAGEWIRE_PORT": str(settings.port)})
 
     def _add(self, role: str, name: str, redis_url: str, extra: dict[str, str]) -> None:
