@@ -40,6 +40,7 @@ class Child:
         self._delay_s = MIN_RESTART_DELAY_S
         self.num_restarts = 0
         self.fraction = 0.0
+        self.is_ready = False
         self.failure: str | None = None
 
     @property
@@ -55,7 +56,7 @@ class Child:
             reader, writer = os.pipe()
             environ |= {STATUS_FD_VARIABLE: str(writer), DIE_WITH_PARENT_VARIABLE: str(os.getpid())}
             pass_fds = (writer,)
-        self.fraction = 0.0
+        self.fraction, self.is_ready = 0.0, False
         self._process = subprocess.Popen(
             self._command,
             env=environ,
@@ -78,7 +79,7 @@ class Child:
                     with contextlib.suppress(ValueError):
                         self.fraction = float(rest)
                 elif word == "ready":
-                    self.fraction = 1.0
+                    self.fraction, self.is_ready = 1.0, True
                 elif word == "failed":
                     self.failure = rest
 

@@ -128,7 +128,7 @@ class Stack:
         environ = {"PAGEWIRE_LOG_LEVEL": "warning", **os.environ, "PAGEWIRE_MODEL": self._settings.model, **extra}
         environ |= {"REDIS_URL": redis_url, "PAGEWIRE_REDIS_URL": redis_url}
         # What was settled here must not be settled otherwise for one role.
-        for setting in ("MODEL", "REDIS_URL", "HOST", "PORT", "WORKER_ID", "NUM_THREADS"):
+        for setting in ("MODEL", "REDIS_URL", "HOST", "PORT", "WORKER_ID"):
             environ.pop(f"PAGEWIRE_{role.upper()}_{setting}", None)
         child = Child(name, [sys.executable, "-m", f"services.{role}"], environ)
         child.start()
@@ -147,7 +147,8 @@ class Stack:
             while not self._stopping.wait(WATCH_INTERVAL_S):
                 workers = [child for child in self._services if child.name != "router"]
                 progress.update(task, completed=sum(child.fraction for child in workers) / len(workers))
-                if self._restart_dead(is_starting=True) and _answers(url):
+                all_run = self._restart_dead(is_starting=True)
+                if all_run and all(child.is_ready for child in workers) and _answers(url):
                     return True
                 if time.monotonic() > deadline_s:
                     raise ConfigurationError(f"not ready after {READY_TIMEOUT_S:.0f} s; see the messages above")
