@@ -78,3 +78,10 @@ def test_every_module_of_shared_has_its_layer() -> None:
         if path.name != "__init__.py" and not any(".".join(parts[:length]) in named for length in range(2, len(parts) + 1)):
             unnamed.append(".".join(parts))
     assert unnamed == []
+
+
+def test_resolving_needs_no_torch() -> None:
+    code = "import sys; from shared.model_files.model_source import resolve_model; import shared.model_files.weight_reader"
+    code += "; resolve_model('smollm2').load_tokenizer()"
+    code += "; sys.exit('torch' in sys.modules or 'llama_cpp' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
