@@ -73,14 +73,6 @@ class ProtocolError(PagewireError):
     """A peer sent a message or frame that breaks KVX/1 or the router protocol. Counted, never fatal to the receiver."""
 
 
-class IncompatiblePeerError(ProtocolError):
-    """The two ends of a KV transfer disagree; `field` names what differs."""
-
-    def __init__(self, field: str, ours: object, theirs: object) -> None:
-        super().__init__(f"incompatible peer: {field} is {ours!r} here and {theirs!r} there")
-        self.field = field
-
-
 class TransferError(PagewireError):
     """A KV transfer failed and will not be completed."""
 

@@ -112,9 +112,7 @@ class LeaseKeeper:
     def _note_health(self, healthy: bool, error: Exception | None = None) -> None:
         if healthy and not self._healthy:
             _logger.info("registered in Redis")
-        elif not healthy and (self._healthy or (error is not None and not self._thread_has_logged)):
+        elif not healthy and (self._healthy or (error is not None and not self._has_warned)):
             _logger.warning("Redis does not answer (%s); serving goes on, registration is retried", error)
-            self._thread_has_logged = True
+            self._has_warned = True
         self._healthy = healthy
-
-    _thread_has_logged = False

@@ -38,7 +38,6 @@ class Child:
         self._started_s = 0.0
         self._restart_at_s = 0.0
         self._delay_s = MIN_RESTART_DELAY_S
-        self.num_restarts = 0
         self.fraction = 0.0
         self.is_ready = False
         self.failure: str | None = None
@@ -88,7 +87,6 @@ class Child:
         if self._process is None:
             if self._restart_at_s and time.monotonic() >= self._restart_at_s:
                 self._restart_at_s = 0.0
-                self.num_restarts += 1
                 self.start()
             return None
         code = self._process.poll()

@@ -52,8 +52,7 @@ def load_model(settings: Settings) -> ServedModel:
 
 
 def _chat_renderer(source: str, tokenizer: Tokenizer) -> ChatRenderer:
-    special = {"bos_token": tokenizer.bos_token_id, "eos_token": next(iter(tokenizer.eos_token_ids), None)}
-    template = ChatTemplate(source, {name: tokenizer.token_text(token_id) for name, token_id in special.items() if token_id is not None})
+    template = ChatTemplate(source, tokenizer.special_token_texts)
     return lambda messages, add_generation_prompt: template.render(messages, add_generation_prompt=add_generation_prompt)
 
 

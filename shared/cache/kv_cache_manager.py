@@ -47,9 +47,6 @@ class KVCacheManager:
     def num_used(self) -> int:
         return self.pool.num_used
 
-    def can_ever_fit(self, num_tokens: int) -> bool:
-        return cdiv(num_tokens, self.block_size) <= len(self.pool.blocks)
-
     def reserve(self, request: Request, num_headroom_blocks: int = 0) -> Reservation | None:
         """Blocks for all tokens known of `request`, which must hold none: hits first (touched before anything is evicted),
         the rest fresh. At least one token is left to compute, since its logits are needed. Sets num_computed_tokens and, the
