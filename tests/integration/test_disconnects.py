@@ -12,7 +12,7 @@ from local_stack import CNT, LocalStack, ids
 
 def test_two_hundred_requests_with_random_disconnects_leave_no_block(stack: LocalStack) -> None:
     rng = random.Random(7)
-    plans = [(i, rng.choice([1, 20, 60, 200]), rng.random() < 0.5, rng.choice([0.0, 0.02, 0.1, 0.4])) for i in range(200)]
+    plans = [(i, rng.choice([1, 20, 60, 100]), rng.random() < 0.5, rng.choice([0.0, 0.02, 0.1, 0.4])) for i in range(200)]
 
     def run(plan: tuple[int, int, bool, float]) -> None:
         index, length, is_stream, patience_s = plan

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from local_stack import CNT, LocalStack
 
@@ -58,6 +60,7 @@ def test_chat_answers_from_the_model(stack: LocalStack) -> None:
 
 def test_prefill_computed_the_prompt_and_decode_none_of_it(stack: LocalStack) -> None:
     stack.wait_until_idle()
+    time.sleep(1.0)  # the workers' counters are shown with their next renewals
     before = {worker: stack.metric(f"pagewire:{name}_total", worker) for worker, name in COUNTED.items()}
     stack.complete([7, *CNT, *range(100, 300)], 4)
     stack.wait_until(lambda: stack.metric("pagewire:prompt_tokens_computed_total", "prefill-0") >= before["prefill-0"] + 215, 5)
