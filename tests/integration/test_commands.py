@@ -11,6 +11,9 @@ from pathlib import Path
 from local_stack import ROOT, LocalStack, free_port
 from tokenizers import Tokenizer
 
+from shared.model_files.hf_tokenizer import tokenizer_from_hf
+from shared.model_files.model_source import resolve_model
+
 
 def pagewire(*arguments: str) -> subprocess.CompletedProcess[str]:
     environ = {key: value for key, value in os.environ.items() if not key.startswith(("PAGEWIRE_", "REDIS_"))}
@@ -62,3 +65,15 @@ def test_exported_tokenizer_is_readable_by_client_tools(tmp_path: Path) -> None:
     assert {"tokenizer.json", "tokenizer_config.json", "config.json"} <= set(os.listdir(tmp_path))
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     assert tokenizer.encode("1, 2, 3, 4, 5,").ids[:3] == [33, 28, 216]
+
+
+def test_exported_tokenizer_is_the_same_tokenizer(tmp_path: Path) -> None:
+    source = resolve_model("smollm2")
+    tokenizer = source.load_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    again = tokenizer_from_hf(tmp_path / "out", tuple(config["eos_token_id"]))
+    for text in ("12345", " café\n\n🦙", "<|im_start|>user\nhi<|im_end|>"):
+        assert again.encode(text) == tokenizer.encode(text)
+    assert again.chat_template == source.chat_template
+    assert (again.bos_token_id, again.eos_token_ids, again.add_bos) == (1, (2,), False)
