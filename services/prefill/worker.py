@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from opentelemetry.trace import Tracer
 
 from services.prefill.job import PrefillJob
@@ -155,8 +156,7 @@ class PrefillWorker(WorkerLoop):
             if row.completes:
                 job.computed_ns = result.end_ns
                 self._send_blocks(job, -(-row.end // self.settings.block_size))
-                hidden = next(hidden_rows).contiguous()
-                self._sender.commit(job.transfer_id, hidden.numpy().tobytes(), row.request.num_cached_tokens or 0)
+                self._sender.commit(job.transfer_id, hidden_state_bytes(next(hidden_rows)), row.request.num_cached_tokens or 0)
                 self.engine.scheduler.remove(row.request.request_id, free_blocks=False)
                 row.request.status = RequestStatus.SENDING
 
@@ -237,3 +237,8 @@ class PrefillWorker(WorkerLoop):
 
     def close_transport(self) -> None:
         self._sender.close()
+
+
+def hidden_state_bytes(hidden: torch.Tensor) -> bytes:
+    """[hidden_size] of any dtype as raw bytes; by way of uint8, since numpy has no bf16."""
+    return hidden.contiguous().view(torch.uint8).numpy().tobytes()
