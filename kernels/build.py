@@ -1,0 +1,192 @@
+"""Compiles kernels/csrc into shared libraries, once: nvcc for .cu, the C++ compiler for .cpp; loaded with ctypes.
+
+A library is named by the hash of everything that goes into it (all of csrc, defines, target, compiler version), so a changed
+source is a new file and two processes may build side by side. Looked for in kernels/prebuilt first (where the Docker image
+builds ahead of time), then in the cache folder: PAGEWIRE_KERNEL_CACHE, else ~/.cache/pagewire/kernels.
+
+    python -m kernels.build [--arch sm_90a] [--list] [--output DIR]     build what a server may load, ahead of time
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "csrc"
+PREBUILT = Path(__file__).parent / "prebuilt"
+BUILD_TIMEOUT_S = 900
+
+
+class KernelBuildError(RuntimeError):
+    """No compiler, or the compiler refused; the message says what to do."""
+
+
+class KernelError(RuntimeError):
+    """A kernel's launcher reported an error: bad arguments or a CUDA error."""
+
+
+@dataclass(frozen=True)
+class Library:
+    """One shared library to build: a source file of csrc and the macros it is specialised with."""
+
+    source: str
+    defines: Mapping[str, int | str] = field(default_factory=dict)
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.source.endswith(".cu")
+
+
+def device_arch() -> str:
+    """The nvcc target for the current GPU, or PAGEWIRE_CUDA_ARCH (e.g. sm_90a) where there is none or another one is wanted."""
+    if arch := os.environ.get("PAGEWIRE_CUDA_ARCH"):
+        return arch
+    import torch
+
+    if not torch.cuda.is_available():
+        return "sm_90a"
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+
+
+def find_nvcc() -> Path | None:
+    """CUDA_HOME, PATH, the usual folder, then the packages nvidia-cuda-nvcc installs into site-packages."""
+    candidates = [Path(home) / "bin" / "nvcc" for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))]
+    if on_path := shutil.which("nvcc"):
+        candidates.append(Path(on_path))
+    candidates.append(Path("/usr/local/cuda/bin/nvcc"))
+    spec = importlib.util.find_spec("nvidia")
+    if spec is not None:
+        for folder in spec.submodule_search_locations or ():
+            candidates += sorted(Path(folder).glob("cu*/bin/nvcc"), reverse=True)
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def find_cxx() -> Path | None:
+    for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
+        if name and (path := shutil.which(name)):
+            return Path(path)
+    return None
+
+
+def _cpu_name() -> str:
+    """What -march=native means here; a library built on another processor must not be found."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        import platform
+
+        return platform.processor()
+    return "".join(next((line for line in lines if line.startswith(key)), "") for key in ("model name", "flags"))
+
+
+def _command(library: Library, arch: str) -> list[str]:
+    source = str(SOURCES / library.source)
+    defines = [f"-D{name}={value}" for name, value in sorted(library.defines.items())]
+    if library.is_cuda:
+        nvcc = find_nvcc()
+        if nvcc is None:
+            raise KernelBuildError(
+                f"building {library.source} needs nvcc, the CUDA compiler, and none was found. Set CUDA_HOME to a CUDA toolkit, or "
+                "install the compiler with `pip install 'pagewire[nvcc]'`; the Docker image for GPUs has the kernels built in."
+            )
+        target = f"-gencode=arch={arch.replace('sm', 'compute')},code={arch}"
+        # The compiler of the pip packages does not know its own library folder.
+        lib = nvcc.parent.parent / "lib"
+        where = [f"-L{lib}"] if (lib / "libcudart_static.a").is_file() else []
+        return [str(nvcc), target, "-O3", "-std=c++17", "-lineinfo", "-shared", "-Xcompiler", "-fPIC", *where, *defines, source]
+    cxx = find_cxx()
+    if cxx is None:
+        raise KernelBuildError(f"building {library.source} needs a C++ compiler; install g++ or clang++, or set CXX.")
+    return [str(cxx), "-O3", "-std=c++17", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fPIC", "-shared", *defines, source]
+
+
+@functools.cache
+def _compiler_version(compiler: str) -> str:
+    return subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
+
+
+@functools.cache
+def _sources_digest(suffixes: tuple[str, ...]) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(SOURCES.rglob("*")):
+        if path.suffix in suffixes:
+            digest.update(f"{path.relative_to(SOURCES)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def library_name(library: Library, arch: str) -> str:
+    """The file name that stands for these sources, macros and target. The compiler is left out for CUDA, so that a machine without
+    nvcc finds what was built for it."""
+    parts = [repr(sorted(library.defines.items()))]
+    if library.is_cuda:
+        header = (SOURCES / library.source).read_bytes()
+        parts += [arch, hashlib.sha256(header).hexdigest(), _sources_digest((".cuh",))]
+    else:
+        parts += [_cpu_name(), (SOURCES / library.source).read_text(), _compiler_version(str(find_cxx()))]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+    return f"{Path(library.source).stem}-{key}.so"
+
+
+def cache_folder() -> Path:
+    if folder := os.environ.get("PAGEWIRE_KERNEL_CACHE"):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagewire" / "kernels"
+
+
+def build(library: Library, arch: str, folder: Path) -> Path:
+    """Compile into `folder` unless it is there. Raises KernelBuildError with what the compiler said."""
+    path = folder / library_name(library, arch)
+    if path.is_file():
+        return path
+    command = _command(library, arch)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / f"{path.name}.lock").open("w")
+    except OSError as error:
+        raise KernelBuildError(f"cannot write to {folder} ({error}); set PAGEWIRE_KERNEL_CACHE to a folder that can be written") from None
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if path.is_file():  # another process was faster
+            return path
+        unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            done = subprocess.run([*command, "-o", str(unfinished)], capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
+            if done.returncode != 0:
+                raise KernelBuildError(f"{' '.join(command)} failed:\n{(done.stderr or done.stdout)[-4000:]}")
+            os.replace(unfinished, path)
+        except subprocess.TimeoutExpired:
+            raise KernelBuildError(f"{' '.join(command)} did not end within {BUILD_TIMEOUT_S} s") from None
+        finally:
+            unfinished.unlink(missing_ok=True)
+            (folder / f"{path.name}.lock").unlink(missing_ok=True)
+    return path
+
+
+_loaded: dict[tuple[str, tuple[tuple[str, int | str], ...], str], ctypes.CDLL] = {}
+
+
+def load(library: Library, arch: str | None = None) -> ctypes.CDLL:
+    """The built library, built now if need be."""
+    target = (arch or device_arch()) if library.is_cuda else "native"
+    key = (library.source, tuple(sorted(library.defines.items())), target)
+    if key not in _loaded:
+        prebuilt = PREBUILT / library_name(library, target)
+        _loaded[key] = ctypes.CDLL(str(prebuilt if prebuilt.is_file() else build(library, target, cache_folder())))
+    return _loaded[key]
+
+
+def check(message: bytes | None) -> None:
+    """Raise what a launcher returned: every launcher of csrc returns NULL, or a text that says what was wrong."""
+    if message is not None:
+        raise KernelError(message.decode())
