@@ -112,7 +112,7 @@ def to_classic_layout(key_cache: torch.Tensor, value_cache: torch.Tensor) -> tup
     threads of a warp read 16 bytes each of neighbouring tokens; values [num_blocks, num_kv_heads, head_dim, block_size]
     (Kwon et al. 2023)."""
     x = 16 // key_cache.itemsize
-    key = key_cache.unflatten(3, (key_cache.shape[3] // x, x)).transpose(2, 3).contiguous()
+    key = key_cache.reshape(*key_cache.shape[:3], -1, x).transpose(2, 3).contiguous()
     return key, value_cache.transpose(2, 3).contiguous()
 
 
