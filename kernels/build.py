@@ -15,9 +15,9 @@ import functools
 import hashlib
 import importlib.util
 import os
+import platform
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,13 @@ from pathlib import Path
 SOURCES = Path(__file__).parent / "csrc"
 PREBUILT = Path(__file__).parent / "prebuilt"
 BUILD_TIMEOUT_S = 900
+ARM = ("aarch64", "arm64")
+CPU_TARGETS = {
+    "x86-64-v4": "avx512f avx512bw avx512cd avx512dq avx512vl avx2 bmi2 fma f16c",
+    "x86-64-v3": "avx2 bmi1 bmi2 fma f16c movbe",
+    "x86-64": "",
+}
+"""What images are built for ahead of time, best first, and the flags of /proc/cpuinfo a processor must have to run it."""
 
 
 class KernelBuildError(RuntimeError):
@@ -84,10 +91,20 @@ def _cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        import platform
-
         return platform.processor()
     return "".join(next((line for line in lines if line.startswith(key)), "") for key in ("model name", "flags"))
+
+
+def cpu_targets() -> list[str]:
+    """The targets besides "native" that this processor runs, best first."""
+    if platform.machine() in ARM:
+        return ["armv8-a"]
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return []
+    flags = set(next((line for line in lines if line.startswith("flags")), "").split())
+    return [target for target, needed in CPU_TARGETS.items() if flags.issuperset(needed.split())]
 
 
 def _command(library: Library, arch: str) -> list[str]:
@@ -108,7 +125,11 @@ def _command(library: Library, arch: str) -> list[str]:
     cxx = find_cxx()
     if cxx is None:
         raise KernelBuildError(f"building {library.source} needs a C++ compiler; install g++ or clang++, or set CXX.")
-    return [str(cxx), "-O3", "-std=c++17", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fPIC", "-shared", *defines, source]
+    # Not -ffast-math: GCC would link start-up code that turns subnormals off for the whole process.
+    maths = ["-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
+    # Clang for ARM takes "native" as a CPU, not as an architecture.
+    target = "-mcpu=native" if arch == "native" and platform.machine() in ARM else f"-march={arch}"
+    return [str(cxx), "-O3", "-std=c++17", target, *maths, "-fPIC", "-pthread", "-shared", *defines, source]
 
 
 @functools.cache
@@ -126,14 +147,16 @@ def _sources_digest(suffixes: tuple[str, ...]) -> str:
 
 
 def library_name(library: Library, arch: str) -> str:
-    """The file name that stands for these sources, macros and target. The compiler is left out for CUDA, so that a machine without
-    nvcc finds what was built for it."""
+    """The file name that stands for these sources, macros and target. The compiler counts for "native" only, so that a machine without
+    one finds what was built for it."""
     parts = [repr(sorted(library.defines.items()))]
     if library.is_cuda:
         header = (SOURCES / library.source).read_bytes()
         parts += [arch, hashlib.sha256(header).hexdigest(), _sources_digest((".cuh",))]
     else:
-        parts += [_cpu_name(), (SOURCES / library.source).read_text(), _compiler_version(str(find_cxx()))]
+        parts += [arch, (SOURCES / library.source).read_text()]
+        if arch == "native":
+            parts += [_cpu_name(), _compiler_version(str(find_cxx()))]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
     return f"{Path(library.source).stem}-{key}.so"
 
@@ -181,9 +204,14 @@ def load(library: Library, arch: str | None = None) -> ctypes.CDLL:
     target = (arch or device_arch()) if library.is_cuda else "native"
     key = (library.source, tuple(sorted(library.defines.items())), target)
     if key not in _loaded:
-        prebuilt = PREBUILT / library_name(library, target)
-        _loaded[key] = ctypes.CDLL(str(prebuilt if prebuilt.is_file() else build(library, target, cache_folder())))
+        _loaded[key] = ctypes.CDLL(str(find_prebuilt(library, target) or build(library, target, cache_folder())))
     return _loaded[key]
+
+
+def find_prebuilt(library: Library, arch: str) -> Path | None:
+    """What was built ahead of time for this machine; for C++ the best of CPU_TARGETS that it runs."""
+    targets = [arch] if library.is_cuda else cpu_targets()
+    return next((path for target in targets if (path := PREBUILT / library_name(library, target)).is_file()), None)
 
 
 def check(message: bytes | None) -> None:

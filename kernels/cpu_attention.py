@@ -1,120 +1,163 @@
-"""Paged attention on the CPU: torch's fused scaled_dot_product_attention over the blocks of each request, gathered per layer.
+"""Paged attention on the CPU: kernels/csrc/cpu_attention.cpp where it can be compiled, torch where it cannot.
 
-Same meaning as kernels/reference.py. What depends only on the step (block tables, masks) is prepared once and used by all layers.
-Grouped queries are folded into query rows, so that K and V are neither repeated nor read more than once per KV head.
-Rows with one query token are batched in buckets of similar length, since a call per row costs more than its arithmetic.
+Same meaning as kernels/reference.py. What depends only on the step (block tables, lengths) is prepared once and used by all layers.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
+import ctypes
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from itertools import chain
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 
-NEG_INF = float("-inf")
-MAX_QUERY_TOKENS = 512
-MAX_MASK_ELEMENTS = 16 << 20
-"""Long chunks are cut into slices of queries: masks stay small, and a slice does not read the keys behind its last query."""
+from kernels import reference
+from kernels.build import KernelBuildError, Library, check, load
+from kernels.sdpa_attention import SDPAPagedAttention
 
+_log = logging.getLogger(__name__)
 
-@dataclass(frozen=True)
-class _DecodeBucket:
-    rows: torch.Tensor  # [n] rows of the flattened batch
-    blocks: torch.Tensor  # [n * max_blocks]
-    mask: torch.Tensor | None  # [n, 1, 1, max_blocks * block_size]
+_ELEMENTS = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_MAX_FACTOR = 16
 
 
-@dataclass(frozen=True)
-class _PrefillRow:
-    start: int
-    end: int
-    blocks: torch.Tensor  # [num_blocks]
-    seq_len: int
-    mask: torch.Tensor | None  # [group * num_query_tokens, seq_len]
+class _Arguments(ctypes.Structure):
+    """Mirrors `Arguments` of kernels/csrc/cpu_attention.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("query", "key_cache", "value_cache", "out")),
+        *((name, ctypes.c_void_p) for name in ("blocks", "first_block", "query_start", "seq_lens", "alibi_slopes")),
+        *((name, ctypes.c_int64) for name in ("num_seqs", "num_heads", "num_kv_heads", "head_dim", "block_size")),
+        *((name, ctypes.c_int64) for name in ("query_stride", "cache_block_stride", "cache_head_stride", "sliding_window", "num_threads")),
+        *((name, ctypes.c_float) for name in ("scale", "soft_cap")),
+    )
+
+
+_Launcher = Callable[[object], bytes | None]
+_launchers: dict[tuple[torch.dtype, int], _Launcher | None] = {}
+_lock = threading.Lock()
+
+
+def library(dtype: torch.dtype, head_dim: int) -> Library:
+    """What serves this dtype (fp32, bf16, fp16) and head size (even)."""
+    return Library("cpu_attention.cpp", {"ELEMENT": _ELEMENTS[dtype], "HEAD_DIM_FACTOR": _factor(head_dim)})
+
+
+def _factor(head_dim: int) -> int:
+    return min(_MAX_FACTOR, head_dim & -head_dim)
+
+
+def libraries() -> list[Library]:
+    """What images build ahead of time: every dtype, head sizes that are multiples of 8."""
+    return [library(dtype, head_dim) for dtype in _ELEMENTS for head_dim in (8, _MAX_FACTOR)]
+
+
+def prepare(dtype: torch.dtype, head_dim: int) -> bool:
+    """Build and load the kernel, once; seconds where it was never built, so not while a request waits. False: torch will serve."""
+    return _launcher(dtype, head_dim) is not None
+
+
+def _launcher(dtype: torch.dtype, head_dim: int) -> _Launcher | None:
+    if dtype not in _ELEMENTS or head_dim % 2:
+        return None
+    wanted = (dtype, _factor(head_dim))
+    with _lock:
+        if wanted not in _launchers:
+            try:
+                launcher = load(library(dtype, head_dim)).cpu_paged_attention
+            except (KernelBuildError, OSError) as error:
+                _log.warning("attention on the CPU runs on torch, which is several times slower in decode: %s", error)
+                _launchers[wanted] = None
+            else:
+                launcher.argtypes, launcher.restype = [ctypes.c_void_p], ctypes.c_char_p
+                _launchers[wanted] = launcher
+        return _launchers[wanted]
 
 
 class CPUPagedAttention:
-    """Attention of one step. `block_tables[i]` covers seq_lens[i] tokens; request i owns rows query_start_loc[i : i + 2]."""
+    """Attention of one step. `block_tables[i]` covers seq_lens[i] tokens; request i owns rows query_start_loc[i : i + 2], the last of
+    its positions."""
 
     def __init__(
         self,
-        block_tables: list[list[int]],
-        query_start_loc: list[int],
-        seq_lens: list[int],
+        block_tables: Sequence[Sequence[int]],
+        query_start_loc: Sequence[int],
+        seq_lens: Sequence[int],
         block_size: int,
         num_heads: int,
         num_kv_heads: int,
     ) -> None:
-        self._num_kv_heads = num_kv_heads
-        self._group = num_heads // num_kv_heads
-        self._block_size = block_size
-        buckets: dict[int, list[int]] = defaultdict(list)
-        self._prefill_rows: list[_PrefillRow] = []
-        for i, seq_len in enumerate(seq_lens):
-            start, end = query_start_loc[i], query_start_loc[i + 1]
-            num_blocks = -(-seq_len // block_size)
-            if end - start == 1:
-                buckets[(num_blocks - 1).bit_length()].append(i)
-            else:
-                self._prefill_rows += self._slices(start, end, seq_len, torch.tensor(block_tables[i][:num_blocks]))
-        self._decode_buckets = [self._bucket(members, block_tables, query_start_loc, seq_lens) for members in buckets.values()]
+        self._step = (block_tables, query_start_loc, seq_lens)
+        self._block_size, self._num_heads, self._num_kv_heads = block_size, num_heads, num_kv_heads
+        num_blocks = [-(-seq_len // block_size) for seq_len in seq_lens]
+        tables = (table[:count] for table, count in zip(block_tables, num_blocks, strict=True))
+        self._blocks = np.fromiter(chain.from_iterable(tables), np.int32)
+        if len(self._blocks) != sum(num_blocks):
+            raise ValueError("a block table is shorter than its sequence; give ceil(seq_len / block_size) blocks")
+        self._first_block = np.cumsum([0, *num_blocks], dtype=np.int64)
+        self._query_start = np.array(query_start_loc, np.int64)
+        self._seq_lens = np.array(seq_lens, np.int64)
+        self._on_torch: SDPAPagedAttention | None = None
 
-    def _slices(self, start: int, end: int, seq_len: int, blocks: torch.Tensor) -> Iterator[_PrefillRow]:
-        size = max(1, min(MAX_QUERY_TOKENS, MAX_MASK_ELEMENTS // (self._group * seq_len)))
-        for first in range(start, end, size):
-            last = min(first + size, end)
-            num_keys = seq_len - (end - last)
-            yield _PrefillRow(first, last, blocks[: -(-num_keys // self._block_size)], num_keys, self._causal_mask(last - first, num_keys))
-
-    def _causal_mask(self, num_query_tokens: int, seq_len: int) -> torch.Tensor:
-        first = seq_len - num_query_tokens
-        mask = torch.zeros(num_query_tokens, seq_len)
-        mask[:, first:].masked_fill_(torch.ones(num_query_tokens, num_query_tokens, dtype=torch.bool).triu(1), NEG_INF)
-        return mask.repeat(self._group, 1)
-
-    def _bucket(self, members: list[int], block_tables: list[list[int]], query_start_loc: list[int], seq_lens: list[int]) -> _DecodeBucket:
-        max_blocks = max(-(-seq_lens[i] // self._block_size) for i in members)
-        # Padding repeats the row's first block: it holds finite values, and the mask keeps them out of the result.
-        tables = [(block_tables[i] + block_tables[i][:1] * max_blocks)[:max_blocks] for i in members]
-        for i, table in zip(members, tables, strict=True):
-            used = -(-seq_lens[i] // self._block_size)
-            table[used:] = block_tables[i][:1] * (max_blocks - used)
-        lengths = torch.tensor([seq_lens[i] for i in members])
-        num_keys = max_blocks * self._block_size
-        mask = None
-        if bool((lengths < num_keys).any()):
-            mask = torch.zeros(len(members), num_keys).masked_fill_(torch.arange(num_keys)[None] >= lengths[:, None], NEG_INF)[
-                :, None, None
-            ]
-        return _DecodeBucket(torch.tensor([query_start_loc[i] for i in members]), torch.tensor(tables).flatten(), mask)
-
-    def __call__(self, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float) -> torch.Tensor:
-        """query: [num_tokens, num_heads, head_dim]; caches of one layer: [num_blocks, num_kv_heads, block_size, head_dim]."""
-        out = torch.empty_like(query)
-        head_dim = query.shape[-1]
-        keys, values = key_cache.transpose(0, 1), value_cache.transpose(0, 1)  # [num_kv_heads, num_blocks, block_size, head_dim]
-        for bucket in self._decode_buckets:
-            n = len(bucket.rows)
-            rows = query[bucket.rows].view(n, self._num_kv_heads, self._group, head_dim)
-            key = keys[:, bucket.blocks].view(self._num_kv_heads, n, -1, head_dim).transpose(0, 1)
-            value = values[:, bucket.blocks].view(self._num_kv_heads, n, -1, head_dim).transpose(0, 1)
-            result = F.scaled_dot_product_attention(rows, key, value, attn_mask=_as(bucket.mask, query), scale=scale)
-            out[bucket.rows] = result.reshape(n, -1, head_dim)
-        for row in self._prefill_rows:
-            num_tokens = row.end - row.start
-            # [num_tokens, num_kv_heads, group, head_dim] -> [num_kv_heads, group * num_tokens, head_dim]
-            rows = query[row.start : row.end].view(num_tokens, self._num_kv_heads, self._group, head_dim).permute(1, 2, 0, 3)
-            rows = rows.reshape(1, self._num_kv_heads, self._group * num_tokens, head_dim)
-            key = keys[:, row.blocks].view(1, self._num_kv_heads, -1, head_dim)[:, :, : row.seq_len]
-            value = values[:, row.blocks].view(1, self._num_kv_heads, -1, head_dim)[:, :, : row.seq_len]
-            result = F.scaled_dot_product_attention(rows, key, value, attn_mask=_as(row.mask, query), scale=scale)
-            result = result.view(self._num_kv_heads, self._group, num_tokens, head_dim).permute(2, 0, 1, 3)
-            out[row.start : row.end] = result.reshape(num_tokens, -1, head_dim)
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        scale: float,
+        *,
+        alibi_slopes: torch.Tensor | None = None,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> torch.Tensor:
+        """query: [num_tokens, num_heads, head_dim], rows may be strided; caches of one layer: [num_blocks, num_kv_heads, block_size,
+        head_dim] in the query's dtype, the last two dimensions contiguous, unused slots never read. alibi_slopes: fp32 [num_heads].
+        Options as in `reference.paged_attention`. Returns a contiguous tensor like the query."""
+        head_dim = query.shape[2]
+        launcher = _launcher(query.dtype, head_dim)
+        if launcher is None:
+            return self._without_kernel(query, key_cache, value_cache, scale, alibi_slopes, sliding_window, soft_cap)
+        if query.stride()[1:] != (head_dim, 1):
+            query = query.contiguous()
+        if key_cache.stride() != value_cache.stride() or key_cache.stride()[2:] != (head_dim, 1):
+            raise ValueError("key_cache and value_cache must have the same strides, with block_size and head_dim contiguous")
+        if not query.dtype == key_cache.dtype == value_cache.dtype:
+            raise ValueError(f"key_cache and value_cache must be {query.dtype} as the query is")
+        out = torch.empty(query.shape, dtype=query.dtype)
+        slopes = None if alibi_slopes is None else alibi_slopes.to(torch.float32).contiguous()
+        arguments = _Arguments(
+            query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), out.data_ptr(),
+            self._blocks.ctypes.data, self._first_block.ctypes.data, self._query_start.ctypes.data, self._seq_lens.ctypes.data,
+            None if slopes is None else slopes.data_ptr(),
+            len(self._seq_lens), self._num_heads, self._num_kv_heads, head_dim, self._block_size,
+            query.stride(0), key_cache.stride(0), key_cache.stride(1), sliding_window or 0, torch.get_num_threads(),
+            scale, soft_cap or 0.0,
+        )  # fmt: skip
+        check(launcher(ctypes.byref(arguments)))
         return out
 
-
-def _as(mask: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
-    return None if mask is None else mask.to(like.dtype)
+    def _without_kernel(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        scale: float,
+        alibi_slopes: torch.Tensor | None,
+        sliding_window: int | None,
+        soft_cap: float | None,
+    ) -> torch.Tensor:
+        block_tables, query_start_loc, seq_lens = self._step
+        if alibi_slopes is not None or sliding_window is not None or soft_cap is not None or 0 in seq_lens:
+            return reference.paged_attention(
+                query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, scale,
+                alibi_slopes=alibi_slopes, sliding_window=sliding_window, soft_cap=soft_cap,
+            )  # fmt: skip
+        if self._on_torch is None:
+            self._on_torch = SDPAPagedAttention(
+                [list(table) for table in block_tables], list(query_start_loc), list(seq_lens),
+                self._block_size, self._num_heads, self._num_kv_heads,
+            )  # fmt: skip
+        return self._on_torch(query, key_cache, value_cache, scale)

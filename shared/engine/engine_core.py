@@ -6,10 +6,12 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 
+from kernels import cpu_attention
 from shared.available_memory import available_memory_bytes
 from shared.batch import ScheduledRequest, SchedulerOutput
 from shared.block_hash import BlockHash, root_hash
@@ -65,7 +67,9 @@ class EngineCore:
         self.dtype = torch.float32 if settings.dtype == "auto" else getattr(torch, settings.dtype)
         self.dtype_name = str(self.dtype).removeprefix("torch.")
         torch.set_num_threads(settings.num_threads or os.cpu_count() or 1)
-        weights = load_weights(source, self.dtype, self.device, progress, pending)
+        with ThreadPoolExecutor(1) as builder:  # a compiler's few seconds, where the kernel was never built, beside the weights
+            builder.submit(cpu_attention.prepare, self.dtype, self.config.head_dim)
+            weights = load_weights(source, self.dtype, self.device, progress, pending)
         num_blocks = self._num_blocks()
         self.max_model_len = min(
             self.config.max_model_len, settings.max_model_len or self.config.max_model_len, num_blocks * settings.block_size

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
-from kernels import reference
+from kernels import cpu_attention, reference
+from kernels.build import KernelBuildError
 from kernels.cpu_attention import CPUPagedAttention
 
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+@pytest.fixture(params=["compiled", "torch"], autouse=True)
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every claim holds on both paths: the C++ kernel and the one without a compiler."""
+    name: str = request.param
+    if name == "torch":
+        monkeypatch.setattr(cpu_attention, "_launcher", lambda dtype, head_dim: None)
+    else:
+        assert cpu_attention.prepare(torch.float32, 64), "this machine has no C++ compiler; CI and developers need one"
+    return name
 
 
 def plain_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
@@ -25,7 +41,7 @@ class Case:
     """A ragged batch over a cache whose blocks are shuffled; unused slots hold large values."""
 
     def __init__(self, shapes: list[tuple[int, int]], num_heads: int, num_kv_heads: int, head_dim: int, block_size: int = 16,
-                 dtype: torch.dtype = torch.float32) -> None:  # fmt: skip
+                 dtype: torch.dtype = torch.float32, unused: float = 50.0) -> None:  # fmt: skip
         generator = torch.Generator().manual_seed(7)
         self.block_size, self.num_heads, self.num_kv_heads = block_size, num_heads, num_kv_heads
         self.scale = head_dim**-0.5
@@ -37,8 +53,8 @@ class Case:
         order = torch.randperm(sum(counts) + 3, generator=generator).tolist()
         self.tables = [[order.pop() for _ in range(count)] for count in counts]
         shape = (sum(counts) + 3, num_kv_heads, block_size, head_dim)
-        self.key_cache = torch.full(shape, 50.0, dtype=dtype)
-        self.value_cache = torch.full(shape, 50.0, dtype=dtype)
+        self.key_cache = torch.full(shape, unused, dtype=dtype)
+        self.value_cache = torch.full(shape, unused, dtype=dtype)
         self.query = torch.randn(self.query_start_loc[-1], num_heads, head_dim, generator=generator).to(dtype)
         expected = []
         for i, seq_len in enumerate(self.seq_lens):
@@ -135,6 +151,119 @@ def test_norm_rotary_and_activation_follow_their_formulas() -> None:
 def test_a_chunk_cut_into_slices_of_queries_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case([(100, 150), (1, 20), (33, 33)], 9, 3, 64)
     whole = case.run()
-    monkeypatch.setattr("kernels.cpu_attention.MAX_QUERY_TOKENS", 17)
+    monkeypatch.setattr("kernels.sdpa_attention.MAX_QUERY_TOKENS", 17)
     torch.testing.assert_close(case.run(), whole, atol=2e-6, rtol=2e-6)
     torch.testing.assert_close(case.run().double(), case.expected, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"alibi_slopes": torch.tensor([2.0 ** -(1 + i) for i in range(6)])},
+        {"sliding_window": 1},
+        {"sliding_window": 40},
+        {"sliding_window": 300},
+        {"soft_cap": 2.0},
+        {"alibi_slopes": torch.full((6,), 0.01), "sliding_window": 70, "soft_cap": 5.0},
+    ],
+    ids=["alibi", "window 1", "window 40", "window 300", "soft cap", "all"],
+)
+def test_options_equal_the_reference(options: dict[str, Any], dtype: torch.dtype) -> None:
+    case = Case([(1, 1), (1, 600), (65, 400), (1, 257), (130, 130)], 6, 2, 64, dtype=dtype)
+    wanted = reference.paged_attention(
+        case.query, case.key_cache, case.value_cache, case.tables, case.query_start_loc, case.seq_lens, case.scale,
+        accumulate=torch.float64, **options,
+    )  # fmt: skip
+    attention = CPUPagedAttention(case.tables, case.query_start_loc, case.seq_lens, 16, 6, 2)
+    out = attention(case.query, case.key_cache, case.value_cache, case.scale, **options)
+    torch.testing.assert_close(out.double(), wanted.double(), atol=TOLERANCE[dtype] * 2, rtol=TOLERANCE[dtype] * 2)
+
+
+@pytest.mark.parametrize("head_dim", [6, 20, 40, 80, 96, 112, 120, 128, 192, 256])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(14, 2), (3, 3), (71, 1)])
+def test_every_head_size_and_ratio_equals_the_formula(head_dim: int, num_heads: int, num_kv_heads: int) -> None:
+    case = Case([(1, 33), (7, 129), (1, 300)], num_heads, num_kv_heads, head_dim)
+    torch.testing.assert_close(case.run().double(), case.expected, atol=4e-6, rtol=4e-6)
+
+
+def test_a_row_without_keys_is_zero() -> None:
+    case = Case([(1, 20), (1, 0), (3, 19)], 6, 2, 32)
+    out = case.run()
+    assert not out[1].any()
+    torch.testing.assert_close(out[[0, 2, 3, 4]].double(), case.expected[[0, 2, 3, 4]], atol=2e-6, rtol=2e-6)
+
+
+def test_a_table_shorter_than_its_sequence_is_refused() -> None:
+    with pytest.raises(ValueError, match="block table"):
+        CPUPagedAttention([[0, 1]], [0, 1], [33], 16, 4, 4)
+
+
+def test_the_layer_view_of_a_whole_cache_and_rows_of_a_fused_projection_are_read_in_place() -> None:
+    case = Case([(1, 50), (9, 37)], 6, 2, 32)
+    cache = torch.full((len(case.key_cache), 3, 2, 2, 16, 32), float("nan"))
+    cache[:, 1, 0], cache[:, 1, 1] = case.key_cache, case.value_cache
+    fused = torch.full((10, 10 * 32), float("nan"))
+    fused[:, : 6 * 32] = case.query.flatten(1)
+    case.query, case.key_cache, case.value_cache = fused[:, : 6 * 32].view(10, 6, 32), cache[:, 1, 0], cache[:, 1, 1]
+    torch.testing.assert_close(case.run().double(), case.expected, atol=2e-6, rtol=2e-6)
+
+
+class TestCompiled:
+    """What only the C++ kernel promises."""
+
+    @pytest.fixture(autouse=True)
+    def path(self) -> None:
+        assert cpu_attention.prepare(torch.float32, 64), "this machine has no C++ compiler; CI and developers need one"
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+    def test_unused_slots_are_never_read(self, poison: float, dtype: torch.dtype) -> None:
+        case = Case([(1, 17), (5, 37), (1, 1), (70, 75)], 9, 3, 64, dtype=dtype, unused=poison)
+        torch.testing.assert_close(case.run().double(), case.expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+    def test_a_row_does_not_depend_on_its_batch_or_the_number_of_threads(self) -> None:
+        case = Case([(1, 700), (40, 300), (1, 20), (1, 5000)], 9, 3, 64)
+        together = case.run()
+        num_threads = torch.get_num_threads()
+        try:
+            torch.set_num_threads(1 if num_threads > 1 else 3)
+            assert torch.equal(case.run(), together)
+        finally:
+            torch.set_num_threads(num_threads)
+        for i in range(4):
+            start, end = case.query_start_loc[i : i + 2]
+            alone = CPUPagedAttention([case.tables[i]], [0, end - start], [case.seq_lens[i]], 16, 9, 3)
+            assert torch.equal(alone(case.query[start:end], case.key_cache, case.value_cache, case.scale), together[start:end])
+
+    def test_blocks_past_2_31_elements_are_read(self) -> None:
+        num_blocks = (1 << 31) // (2 * 16 * 64) + 8  # of which only the blocks used here cost memory
+        caches = [torch.from_numpy(np.zeros(num_blocks * 2 * 16 * 64, np.int16)).view(torch.bfloat16).view(-1, 2, 16, 64) for _ in "kv"]
+        case = Case([(1, 40), (20, 40)], 4, 2, 64, dtype=torch.bfloat16)
+        low = case.run()
+        for cache, small in zip(caches, (case.key_cache, case.value_cache), strict=True):
+            cache[-len(small) :] = small
+        case.tables = [[block + num_blocks - len(case.key_cache) for block in table] for table in case.tables]
+        case.key_cache, case.value_cache = caches
+        assert torch.equal(case.run(), low)
+
+    def test_threads_that_call_at_once_do_not_disturb_each_other(self) -> None:
+        case = Case([(1, 700), (40, 300), (1, 1500)], 9, 3, 64)
+        wanted = case.run()
+        with ThreadPoolExecutor(4) as pool:
+            results = list(pool.map(lambda _: case.run(), range(16)))
+        assert all(torch.equal(result, wanted) for result in results)
+
+    def test_without_a_compiler_torch_serves_and_the_log_says_so_once(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def fail(library: object) -> None:
+            raise KernelBuildError("no compiler here")
+
+        monkeypatch.setattr(cpu_attention, "_launchers", {})
+        monkeypatch.setattr(cpu_attention, "load", fail)
+        case = Case([(1, 50), (9, 37)], 6, 2, 32)
+        for _ in range(2):
+            torch.testing.assert_close(case.run().double(), case.expected, atol=2e-6, rtol=2e-6)
+        assert [record.message for record in caplog.records if "no compiler here" in record.message] == [caplog.records[0].message]
+        assert not cpu_attention.prepare(torch.float32, 32)
