@@ -21,7 +21,13 @@ def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tupl
     return c0, c1, c2, c3
 
 
+def random_bits(seed: int, sequence_index: int, position: int) -> int:
+    """64 random bits. `position` counts generated tokens from 0. Any Python int is a valid seed: its low 64 bits count."""
+    counter = (position & _MASK, position >> 32 & _MASK, sequence_index & _MASK, 0)
+    words = philox4x32(counter, (seed & _MASK, seed >> 32 & _MASK))
+    return words[0] << 32 | words[1]
+
+
 def uniform(seed: int, sequence_index: int, position: int) -> float:
-    """In [0, 1) with 53 random bits. `position` counts generated tokens from 0. Any Python int is a valid seed."""
-    words = philox4x32((position & _MASK, position >> 32, sequence_index & _MASK, 0), (seed & _MASK, (seed >> 32) & _MASK))
-    return ((words[0] << 32 | words[1]) >> 11) / (1 << 53)
+    """In [0, 1) with 53 random bits."""
+    return (random_bits(seed, sequence_index, position) >> 11) / (1 << 53)

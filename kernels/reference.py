@@ -9,6 +9,10 @@ from collections.abc import Sequence
 
 import torch
 
+from kernels.philox import random_bits
+
+NEG_INF = float("-inf")
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32 (Zhang & Sennrich 2019)."""
@@ -119,3 +123,125 @@ def to_classic_layout(key_cache: torch.Tensor, value_cache: torch.Tensor) -> tup
 def to_engine_layout(key_cache: torch.Tensor, value_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Copies of classic caches as [num_blocks, num_kv_heads, block_size, head_dim]: undoes `to_classic_layout`."""
     return key_cache.transpose(2, 3).flatten(3).contiguous(), value_cache.transpose(2, 3).contiguous()
+
+
+MAX_LEVEL = 536870880.0
+"""The largest fp32 below 2^29: 64 octaves under the best token."""
+EXP2_COEFFICIENTS = tuple(
+    float.fromhex(x)
+    for x in ("0x1.b4d1e4p-13", "0x1.4ca4ccp-10", "0x1.3c4a8ap-7", "0x1.c69f6ap-5", "0x1.ebfc3ep-3", "0x1.62e430p-1", "0x1p0")
+)
+"""2^g on (0, 1], highest power first: within 1.4 units in the last place, and exactly 2 at 1."""
+
+
+def token_levels(logits: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """How much less likely than the best token of its row each token is, in 2^-23 octaves: floor((max - logit) * scale).
+
+    logits: [num_rows, vocab_size]; scales: fp32 [num_rows], log2(e) / temperature * 2^23. Every fp32 operation is rounded once. int64."""
+    x = logits.float()
+    maximum = x.nan_to_num(NEG_INF, posinf=torch.finfo(torch.float32).max, neginf=NEG_INF).amax(-1, keepdim=True)
+    levels = (maximum - x) * scales[:, None]
+    return levels.nan_to_num(MAX_LEVEL, posinf=MAX_LEVEL, neginf=0.0).clamp(0.0, MAX_LEVEL).long()
+
+
+def level_weights(levels: torch.Tensor) -> torch.Tensor:
+    """floor(2^40 * 2^(-level / 2^23)), by a polynomial of fp32 multiplications and additions that are each rounded once: the same
+    integer on every device, and sums that do not depend on their order. int64."""
+    g = ((1 << 23) - (levels & 0x7FFFFF)).float() * 2.0**-23
+    p = torch.full_like(g, EXP2_COEFFICIENTS[0])
+    for coefficient in EXP2_COEFFICIENTS[1:]:
+        p = p * g + coefficient
+    return ((p * 2.0**23).long() << 16) >> (levels >> 23)
+
+
+def kept_weights(logits: torch.Tensor, parameters: torch.Tensor) -> torch.Tensor:
+    """The weight of each token after temperature, min-p, top-k and top-p; 0 = filtered out. int64 [num_rows, vocab_size].
+
+    parameters: int64 [num_rows, 7] of kernels/row_parameters.py. Tokens are ordered by (logit descending, index ascending), and each
+    filter looks at what those before it left: top-p keeps the fewest whose weight reaches ceil(p * weight left)."""
+    scales = parameters[:, 0].to(torch.int32).view(torch.float32)
+    is_greedy = (scales == 0.0)[:, None]
+    levels = token_levels(logits, torch.where(scales == 0.0, 1.0, scales))
+    order = logits.float().nan_to_num(NEG_INF, posinf=float("inf"), neginf=NEG_INF).sort(dim=-1, descending=True, stable=True).indices
+    levels = levels.gather(-1, order)
+    places = torch.arange(logits.shape[-1], device=logits.device)[None]
+    max_level, top_k, share = (parameters[:, column, None] for column in (1, 2, 3))
+    kept = torch.where(is_greedy, places == 0, (levels <= max_level) & ((top_k <= 0) | (places < top_k)))
+    weights = level_weights(levels).where(kept, 0)
+    total = weights.sum(-1, keepdim=True)
+    target = (total >> 31) * share + (((total & 0x7FFFFFFF) * share + 0x7FFFFFFF) >> 31)
+    before = weights.cumsum(-1) - weights
+    weights = weights.where((before < target) | (share >= 1 << 31), 0)
+    return torch.zeros_like(weights).scatter_(-1, order, weights)
+
+
+def sample_tokens(logits: torch.Tensor, parameters: torch.Tensor) -> torch.Tensor:
+    """One token a row: the first in vocabulary order whose cumulative kept weight exceeds floor(u * total / 2^64), with u the 64
+    random bits of (seed, sequence index, position). A row without any finite logit yields token 0. int64 [num_rows]."""
+    cumulative = kept_weights(logits, parameters).cumsum(-1)
+    thresholds = [
+        random_bits(seed, sequence_index, position) * total >> 64
+        for (seed, sequence_index, position), total in zip(parameters[:, 4:7].tolist(), cumulative[:, -1].tolist(), strict=True)
+    ]
+    tokens = torch.searchsorted(cumulative, torch.tensor(thresholds, device=logits.device)[:, None], right=True)[:, 0]
+    return torch.where(cumulative[:, -1] > 0, tokens, 0)
+
+
+def greedy_tokens(logits: torch.Tensor) -> torch.Tensor:
+    """The lowest index of the largest logit of each row; NaN never wins. int64 [num_rows]."""
+    return logits.float().nan_to_num(NEG_INF, posinf=float("inf"), neginf=NEG_INF).argmax(-1)
+
+
+def token_logprobs(
+    logits: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor, num_top: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Raw log-softmax in fp32 of token_ids[i] in row rows[i], its rank (1 = the most likely), and the ids and logprobs of the
+    num_top most likely tokens, ties by index."""
+    x = logits[rows].float().nan_to_num(NEG_INF, posinf=float("inf"), neginf=NEG_INF)
+    chosen = x.gather(-1, token_ids[:, None])
+    top = x.sort(dim=-1, descending=True, stable=True).indices[:, :num_top]
+    logprobs = x.log_softmax(-1)
+    return logprobs.gather(-1, token_ids[:, None])[:, 0], (x > chosen).sum(-1) + 1, top, logprobs.gather(-1, top)
+
+
+IN_PROMPT = -(1 << 31)
+"""Bit 31 of a token's entry in the history; the other bits count how often it was generated."""
+
+
+def record_tokens(history: torch.Tensor, slots: torch.Tensor, token_ids: torch.Tensor, is_prompt: bool) -> None:
+    """Note token_ids[i] in the history of slot slots[i]; ids and slots outside of it are skipped.
+    history: int32 [num_slots, vocab_size]."""
+    is_in = (slots >= 0) & (slots < history.shape[0]) & (token_ids >= 0) & (token_ids < history.shape[1])
+    slots, token_ids = slots[is_in], token_ids[is_in]
+    if is_prompt:
+        history[slots, token_ids] |= IN_PROMPT
+    else:
+        history.index_put_((slots, token_ids), torch.ones_like(slots, dtype=torch.int32), accumulate=True)
+
+
+def apply_penalties(logits: torch.Tensor, history: torch.Tensor, slots: torch.Tensor, penalties: torch.Tensor) -> None:
+    """Repetition (Keskar et al. 2019) over prompt and output, then frequency and presence over the output. In place.
+
+    logits: fp32 [num_rows, vocab_size]; slots: int64 [num_rows], -1 = none; penalties: fp32 [num_rows, 3]."""
+    is_in = (slots >= 0) & (slots < history.shape[0])
+    entries = history[slots.where(is_in, 0)].where(is_in[:, None], 0)
+    counts = entries & 0x7FFFFFFF
+    repetition, frequency, presence = (penalties[:, column, None] for column in range(3))
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    penalised = torch.where(counts > 0, repeated - (frequency * counts.float() + presence), repeated)
+    logits.copy_(penalised.where(entries != 0, logits))
+
+
+def apply_token_bias(logits: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor, values: torch.Tensor) -> None:
+    """logits[rows[i], token_ids[i]] += values[i], in place; a pair occurs once, and pairs outside of the logits are skipped."""
+    is_in = (rows >= 0) & (rows < logits.shape[0]) & (token_ids >= 0) & (token_ids < logits.shape[1])
+    logits[rows[is_in], token_ids[is_in]] += values[is_in]
+
+
+def apply_token_mask(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
+    """-infinity, in place, where bit t % 32 of masks[i, t // 32] is clear, for token t of row rows[i]. masks: int32
+    [num_masks, ceil(vocab_size / 32)]."""
+    tokens = torch.arange(logits.shape[1], device=logits.device)
+    for row, mask in zip(rows.tolist(), masks, strict=True):
+        if 0 <= row < logits.shape[0]:
+            logits[row].masked_fill_((mask[tokens // 32] >> (tokens % 32)) & 1 == 0, NEG_INF)

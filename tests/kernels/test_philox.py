@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kernels.philox import philox4x32, uniform
+from kernels.philox import philox4x32, random_bits
 
 ONES = 0xFFFFFFFF
 
@@ -12,17 +12,19 @@ def test_known_answers_of_the_published_generator() -> None:
     assert philox4x32((ONES,) * 4, (ONES,) * 2) == (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)
 
 
-def test_uniform_is_in_range_and_spreads() -> None:
-    draws = [uniform(42, 0, position) for position in range(4000)]
-    assert all(0.0 <= draw < 1.0 for draw in draws)
-    assert abs(sum(draws) / len(draws) - 0.5) < 0.02
+def test_bits_spread_evenly() -> None:
+    draws = [random_bits(42, 0, position) for position in range(4000)]
+    assert all(0 <= draw < 2**64 for draw in draws)
+    assert abs(sum(draws) / len(draws) / 2**64 - 0.5) < 0.02
+    assert abs(sum(draw & 1 for draw in draws) / len(draws) - 0.5) < 0.03
     assert len(set(draws)) == len(draws)
 
 
 def test_seed_index_and_position_each_change_the_draw() -> None:
-    assert len({uniform(1, 0, 0), uniform(2, 0, 0), uniform(1, 1, 0), uniform(1, 0, 1)}) == 4
+    assert len({random_bits(1, 0, 0), random_bits(2, 0, 0), random_bits(1, 1, 0), random_bits(1, 0, 1)}) == 4
 
 
 def test_any_integer_is_a_seed() -> None:
     for seed in (-1, 0, 2**63, 2**200):
-        assert 0.0 <= uniform(seed, 0, 0) < 1.0
+        assert 0 <= random_bits(seed, 0, 0) < 2**64
+    assert random_bits(-1, 0, 0) == random_bits(2**64 - 1, 0, 0)
