@@ -177,7 +177,7 @@ def _on_cuda(
     v_scale: float,
 ) -> None:
     _route(query, key_cache)(
-        out, query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, max_query_len, scale,
+        out, query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, max_query_len, max_seq_len, scale,
         alibi_slopes, sliding_window, soft_cap, k_scale, v_scale,
     )  # fmt: skip
 

@@ -19,6 +19,9 @@ import triton.language as tl
 
 LOG2_E = 1.4426950408889634
 UNKNOWN_SHARED_BYTES = 48 << 10
+MAX_SPLITS = 32
+MIN_TILES_OF_A_SPLIT = 4
+"""A part of the keys shorter than this many tiles costs more to merge than it saves."""
 
 
 @triton.jit
@@ -80,20 +83,24 @@ def _attend(
     return accumulator, maximum, total
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_tiles", "window"])
+@triton.jit(do_not_specialize=["num_seqs", "num_tiles", "num_splits", "window"])
 def _flash_attention_kernel(
-    out_ptr, query_ptr, key_ptr, value_ptr, table_ptr, query_start_ptr, seq_lens_ptr, slopes_ptr,
-    num_seqs, num_tiles, qk_scale, v_scale, soft_cap, window,
+    out_ptr, partial_ptr, maxima_ptr, totals_ptr, query_ptr, key_ptr, value_ptr, table_ptr, query_start_ptr, seq_lens_ptr, slopes_ptr,
+    num_seqs, num_tiles, num_splits, qk_scale, v_scale, soft_cap, window, stride_split,
     stride_out_token, stride_out_head, stride_query_token, stride_query_head,
     stride_key_block, stride_key_head, stride_value_block, stride_value_head, stride_table,
     NUM_HEAD_GROUPS: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    HAS_ALIBI: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, IS_SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """One tile: TOKENS tokens of one sequence x HEADS query heads of one KV head, in ROWS rows."""
+    """One tile: TOKENS tokens of one sequence x HEADS query heads of one KV head, in ROWS rows; or one part of its keys if IS_SPLIT."""
+    program = tl.program_id(0)
+    if IS_SPLIT:
+        split = program % num_splits
+        program //= num_splits
     # The last tile of a sequence sees the most keys: it goes first, so that the end of the launch is filled with short ones.
-    tile = num_tiles - 1 - tl.program_id(0) // NUM_HEAD_GROUPS
-    first_head = (tl.program_id(0) % NUM_HEAD_GROUPS) * HEADS
+    tile = num_tiles - 1 - program // NUM_HEAD_GROUPS
+    first_head = (program % NUM_HEAD_GROUPS) * HEADS
     # Sequence i owns the tiles from query_start[i] // TOKENS + i on: room for all of its tokens without counting tiles on the host.
     low = tl.full([], 0, tl.int32)
     high = num_seqs
@@ -130,17 +137,32 @@ def _flash_attention_kernel(
     value_ptr += kv_head * stride_value_head
     table_ptr += low.to(tl.int64) * stride_table
 
-    num_keys = tl.minimum(num_keys, first_position + TOKENS)
-    full_end = tl.maximum(first_position + 1, 0) // TILE * TILE
+    num_keys = tl.maximum(tl.minimum(num_keys, first_position + TOKENS), 0)
+    begin = 0
     full_begin = 0
+    full_end = tl.maximum(first_position + 1, 0) // TILE * TILE
+    if HAS_WINDOW:
+        begin = tl.maximum(first_position - window + 1, 0) // TILE * TILE
+        full_begin = tl.minimum((tl.maximum(num_keys - window, 0) + TILE - 1) // TILE * TILE, full_end)
+    if IS_SPLIT:
+        num_key_tiles = (num_keys - begin + TILE - 1) // TILE
+        part = (num_key_tiles + num_splits - 1) // num_splits * TILE
+        begin += split * part
+        end = tl.minimum(begin + part, num_keys)
+        window_end = tl.minimum(full_begin, end)
+        full_begin = tl.maximum(full_begin, begin)
+        tail_begin = tl.maximum(full_end, begin)
+        full_end = tl.minimum(full_end, end)
+    else:
+        end = num_keys
+        window_end = full_begin
+        tail_begin = full_end
     accumulator = tl.zeros([ROWS, PADDED_DIM], tl.float32)
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     if HAS_WINDOW:
-        begin = tl.maximum(first_position - window + 1, 0) // TILE * TILE
-        full_begin = tl.minimum((tl.maximum(num_keys - window, 0) + TILE - 1) // TILE * TILE, full_end)
         accumulator, maximum, total = _attend(
-            accumulator, maximum, total, query, begin, full_begin, num_keys, key_ptr, value_ptr, table_ptr, stride_key_block,
+            accumulator, maximum, total, query, begin, window_end, num_keys, key_ptr, value_ptr, table_ptr, stride_key_block,
             stride_value_block, positions, slopes, qk_scale, soft_cap, window,
             HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE, True, HAS_ALIBI, HAS_WINDOW, HAS_SOFT_CAP,
         )  # fmt: skip
@@ -150,14 +172,44 @@ def _flash_attention_kernel(
         HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE, False, HAS_ALIBI, HAS_WINDOW, HAS_SOFT_CAP,
     )  # fmt: skip
     accumulator, maximum, total = _attend(
-        accumulator, maximum, total, query, full_end, num_keys, num_keys, key_ptr, value_ptr, table_ptr, stride_key_block,
+        accumulator, maximum, total, query, tail_begin, end, num_keys, key_ptr, value_ptr, table_ptr, stride_key_block,
         stride_value_block, positions, slopes, qk_scale, soft_cap, window,
         HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE, True, HAS_ALIBI, HAS_WINDOW, HAS_SOFT_CAP,
     )  # fmt: skip
-    # A row without keys is zero.
-    result = accumulator * (v_scale / tl.where(total == 0.0, 1.0, total))[:, None]
-    out_rows = token_rows * stride_out_token + heads * stride_out_head
-    tl.store(out_ptr + out_rows[:, None] + dims[None, :], result.to(out_ptr.dtype.element_ty), mask=mask)
+    if IS_SPLIT:
+        partial_rows = split.to(tl.int64) * stride_split + token_rows * (NUM_HEAD_GROUPS * HEADS) + heads
+        tl.store(partial_ptr + partial_rows[:, None] * HEAD_DIM + dims[None, :], accumulator, mask=mask)
+        tl.store(maxima_ptr + partial_rows, maximum, mask=in_tile)
+        tl.store(totals_ptr + partial_rows, total, mask=in_tile)
+    else:
+        # A row without keys is zero.
+        result = accumulator * (v_scale / tl.where(total == 0.0, 1.0, total))[:, None]
+        out_rows = token_rows * stride_out_token + heads * stride_out_head
+        tl.store(out_ptr + out_rows[:, None] + dims[None, :], result.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def _merge_kernel(
+    out_ptr, partial_ptr, maxima_ptr, totals_ptr, num_splits, v_scale, stride_split, stride_out_token, stride_out_head,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Join the parts of one row: m = max m_j, O = sum O_j 2^(m_j - m) / sum l_j 2^(m_j - m)."""
+    row = tl.program_id(0).to(tl.int64)
+    splits = tl.arange(0, PADDED_SPLITS)
+    dims = tl.arange(0, PADDED_DIM)
+    rows = splits.to(tl.int64) * stride_split + row
+    maxima = tl.load(maxima_ptr + rows, mask=splits < num_splits, other=float("-inf"))
+    has_keys = maxima > float("-inf")
+    totals = tl.load(totals_ptr + rows, mask=has_keys, other=0.0)
+    highest = tl.max(maxima, 0)
+    weights = tl.where(has_keys, tl.exp2(maxima - highest), 0.0)
+    total = tl.sum(totals * weights, 0)
+    partials = tl.load(
+        partial_ptr + rows[:, None] * HEAD_DIM + dims[None, :], mask=has_keys[:, None] & (dims < HEAD_DIM)[None, :], other=0.0
+    )
+    result = tl.sum(partials * weights[:, None], 0) * (v_scale / tl.where(total == 0.0, 1.0, total))
+    out_row = row // NUM_HEADS * stride_out_token + row % NUM_HEADS * stride_out_head
+    tl.store(out_ptr + out_row + dims, result.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
 @dataclass(frozen=True)
@@ -181,14 +233,14 @@ CONFIGURATIONS: dict[tuple[int, int, int], tuple[Configuration, Configuration, C
     (32, 2, 2): (Configuration(16, 128, 4, 3), Configuration(32, 128, 4, 3), Configuration(64, 64, 4, 3), Configuration(128, 64, 4, 3)),
     (64, 2, 2): (Configuration(16, 128, 4, 3), Configuration(32, 64, 4, 3), Configuration(64, 64, 4, 3), Configuration(128, 64, 4, 3)),
     (128, 2, 2): (Configuration(16, 64, 4, 3), Configuration(32, 64, 4, 3), Configuration(64, 64, 4, 3), Configuration(128, 64, 8, 3)),
-    (256, 2, 2): (Configuration(16, 64, 4, 2), Configuration(32, 64, 4, 2), Configuration(64, 64, 4, 2), Configuration(128, 64, 8, 2)),
+    (256, 2, 2): (Configuration(16, 32, 4, 3), Configuration(32, 32, 4, 3), Configuration(64, 32, 4, 3), Configuration(128, 32, 8, 3)),
     (32, 2, 1): (Configuration(16, 128, 4, 3), Configuration(32, 128, 4, 3), Configuration(64, 64, 4, 3), Configuration(128, 64, 4, 3)),
     (64, 2, 1): (Configuration(16, 128, 4, 3), Configuration(32, 64, 4, 3), Configuration(64, 64, 4, 3), Configuration(128, 64, 4, 3)),
     (128, 2, 1): (Configuration(16, 64, 4, 3), Configuration(32, 64, 4, 3), Configuration(64, 64, 4, 3), Configuration(128, 64, 8, 3)),
-    (256, 2, 1): (Configuration(16, 64, 4, 2), Configuration(32, 64, 4, 2), Configuration(64, 64, 4, 2), Configuration(128, 64, 8, 2)),
+    (256, 2, 1): (Configuration(16, 32, 4, 3), Configuration(32, 32, 4, 3), Configuration(64, 32, 4, 3), Configuration(128, 32, 8, 3)),
 }
 # fp32 products run on the ordinary units (full precision, for checking): small tiles, since all of a tile is in registers.
-FP32_CONFIGURATION = Configuration(16, 32, 4, 1)
+FP32_CONFIGURATION = Configuration(16, 32, 8, 1)
 
 
 def configuration(padded_dim: int, query_bytes: int, cache_bytes: int, num_rows: int, max_shared_bytes: int) -> Configuration:
@@ -211,12 +263,19 @@ def configuration(padded_dim: int, query_bytes: int, cache_bytes: int, num_rows:
     return chosen
 
 
+def choose_num_splits(num_programs: int, num_key_tiles: int, num_multiprocessors: int) -> int:
+    """Into how many parts the keys of every tile are cut: enough that few programs over a long context fill the device."""
+    wanted = min(num_multiprocessors // max(1, num_programs), num_key_tiles // MIN_TILES_OF_A_SPLIT, MAX_SPLITS)
+    return max(1, wanted)
+
+
 @functools.cache
-def _max_shared_bytes(device: torch.device) -> int:
+def _limits(device: torch.device) -> tuple[int, int]:
+    """Bytes of shared memory a program can have, and multiprocessors; for the interpreter, figures of no device."""
     if device.type != "cuda":
-        return UNKNOWN_SHARED_BYTES
+        return UNKNOWN_SHARED_BYTES, 1
     properties = torch.cuda.get_device_properties(device)
-    return int(getattr(properties, "shared_memory_per_block_optin", UNKNOWN_SHARED_BYTES))
+    return int(getattr(properties, "shared_memory_per_block_optin", UNKNOWN_SHARED_BYTES)), properties.multi_processor_count
 
 
 def flash_attention(
@@ -228,6 +287,7 @@ def flash_attention(
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
     max_query_len: int,
+    max_seq_len: int,
     scale: float,
     alibi_slopes: torch.Tensor | None,
     sliding_window: int | None,
@@ -235,8 +295,10 @@ def flash_attention(
     k_scale: float,
     v_scale: float,
     chosen: Configuration | None = None,
+    num_splits: int | None = None,
 ) -> None:
-    """Launch the kernel on arguments that kernels/flash_attention.py has checked. `chosen` overrules the table (for tuning and tests)."""
+    """Launch the kernel on arguments that kernels/flash_attention.py has checked. `chosen` and `num_splits` overrule what the table
+    and `choose_num_splits` say (for tuning and tests)."""
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, block_size = key_cache.shape[1:3]
     num_seqs = len(seq_lens)
@@ -244,18 +306,29 @@ def flash_attention(
         return
     group = num_heads // num_kv_heads
     padded_dim = max(16, triton.next_power_of_2(head_dim))
+    max_shared_bytes, num_multiprocessors = _limits(query.device)
     if chosen is None:
-        chosen = configuration(
-            padded_dim, query.itemsize, key_cache.itemsize, min(max_query_len, num_tokens) * group, _max_shared_bytes(query.device)
-        )
+        chosen = configuration(padded_dim, query.itemsize, key_cache.itemsize, min(max_query_len, num_tokens) * group, max_shared_bytes)
     # A group larger than a tile is cut into equal parts, each of which reads the keys for itself.
     heads = max(part for part in range(1, min(group, chosen.rows) + 1) if group % part == 0)
     tokens = chosen.rows // heads
     num_tiles = num_tokens // tokens + num_seqs
     num_head_groups = num_heads // heads
+    num_programs = num_tiles * num_head_groups
+    if num_splits is None:
+        max_num_keys = max_seq_len if sliding_window is None else min(max_seq_len, sliding_window + tokens)
+        num_splits = choose_num_splits(num_programs, triton.cdiv(max_num_keys, chosen.keys), num_multiprocessors)
+    partial = maxima = totals = out
+    num_rows = num_tokens * num_heads
+    if num_splits > 1:
+        partial = torch.empty(num_splits * num_rows * head_dim, dtype=torch.float32, device=query.device)
+        maxima, totals = torch.empty(2, num_splits * num_rows, dtype=torch.float32, device=query.device)
     with torch.cuda.device(query.device) if query.is_cuda else contextlib.nullcontext():
-        _flash_attention_kernel[(num_tiles * num_head_groups,)](
+        _flash_attention_kernel[(num_programs * num_splits,)](
             out,
+            partial,
+            maxima,
+            totals,
             query,
             key_cache,
             value_cache,
@@ -265,10 +338,12 @@ def flash_attention(
             seq_lens if alibi_slopes is None else alibi_slopes,
             num_seqs,
             num_tiles,
+            num_splits,
             scale * k_scale * LOG2_E,
             v_scale,
             0.0 if soft_cap is None else soft_cap,
             0 if sliding_window is None else sliding_window,
+            num_rows,
             out.stride(0),
             out.stride(1),
             query.stride(0),
@@ -290,6 +365,24 @@ def flash_attention(
             HAS_ALIBI=alibi_slopes is not None,
             HAS_WINDOW=sliding_window is not None,
             HAS_SOFT_CAP=soft_cap is not None,
+            IS_SPLIT=num_splits > 1,
             num_warps=chosen.num_warps,
             num_stages=chosen.num_stages,
         )
+        if num_splits > 1:
+            _merge_kernel[(num_rows,)](
+                out,
+                partial,
+                maxima,
+                totals,
+                num_splits,
+                v_scale,
+                num_rows,
+                out.stride(0),
+                out.stride(1),
+                NUM_HEADS=num_heads,
+                HEAD_DIM=head_dim,
+                PADDED_DIM=padded_dim,
+                PADDED_SPLITS=triton.next_power_of_2(num_splits),
+                num_warps=4,
+            )

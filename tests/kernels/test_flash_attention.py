@@ -16,24 +16,25 @@ from kernels.flash_attention import flash_attention
 
 # numpy has no bf16, so the interpreter's products of it are meaningless: bf16 is tested on a GPU.
 INTERPRETED = [
-    AttentionCase(((1, 17), (5, 37), (0, 9), (33, 70), (7, 7), (1, 1)), 9, 3),
+    AttentionCase(((1, 17), (5, 37), (0, 9), (18, 35), (7, 7), (1, 1)), 6, 2),
     AttentionCase(((1, 0), (3, 0), (4, 4)), dtype=torch.float32),
     AttentionCase(((65, 130),), head_dim=32, dtype=torch.float32),
     AttentionCase(((33, 33),), 7, 1, 80, 8),
     AttentionCase(((5, 31), (16, 32), (17, 33)), 8, 1, 96, 32),
-    AttentionCase(((5, 37),), 71, 1, 120, 64),
+    AttentionCase(((2, 37),), 71, 1, 120, 64),
     AttentionCase(((2, 40),), 6, 2, 192, 16, torch.float32),
     AttentionCase(((2, 40),), 3, 3, 256, 256),
     AttentionCase(((33, 70), (20, 20)), alibi=True),
-    AttentionCase(((33, 70), (20, 200)), sliding_window=1),
-    AttentionCase(((33, 70), (20, 200)), sliding_window=15),
-    AttentionCase(((33, 70), (40, 200)), sliding_window=97),
+    AttentionCase(((17, 70), (5, 130)), sliding_window=1),
+    AttentionCase(((17, 70), (5, 130)), sliding_window=15),
+    AttentionCase(((17, 70), (40, 150)), sliding_window=97),
     AttentionCase(((33, 70),), soft_cap=1.5),
     AttentionCase(((33, 70), (1, 65)), alibi=True, sliding_window=40, soft_cap=3.0),
     AttentionCase(((33, 70), (1, 65)), cache_dtype=torch.float8_e4m3fn, k_scale=0.25, v_scale=0.5),
     AttentionCase(((33, 70), (1, 65)), cache_dtype=torch.float8_e5m2, k_scale=3.0, v_scale=0.125),
     AttentionCase(((9, 41), (9, 41), (1, 33)), num_shared_blocks=2),
 ]
+Interpret = Callable[..., torch.Tensor]
 CONTEXTS = (0, 1, 15, 16, 17, 63, 64, 65)
 
 
@@ -48,21 +49,21 @@ def call(batch: AttentionBatch) -> torch.Tensor:
     )  # fmt: skip
 
 
-def interpret(case: AttentionCase, rows: int, keys: int) -> torch.Tensor:
+def interpret(case: AttentionCase, rows: int, keys: int, num_splits: int = 1) -> torch.Tensor:
     """Runs in the interpreter's own process."""
     from kernels import flash_attention_triton as triton_kernel
 
     batch = AttentionBatch(case, "cpu")
     triton_kernel.flash_attention(
         batch.out, batch.query, batch.key_cache, batch.value_cache, batch.block_tables, batch.tensor(batch.query_start_loc),
-        batch.tensor(batch.seq_lens), max(q for q, _ in case.shapes), batch.scale, batch.alibi_slopes, case.sliding_window,
-        case.soft_cap, case.k_scale, case.v_scale, triton_kernel.Configuration(rows, keys, 4, 1),
+        batch.tensor(batch.seq_lens), max(q for q, _ in case.shapes), max(s for _, s in case.shapes), batch.scale, batch.alibi_slopes,
+        case.sliding_window, case.soft_cap, case.k_scale, case.v_scale, triton_kernel.Configuration(rows, keys, 4, 1), num_splits,
     )  # fmt: skip
     return batch.out
 
 
 @pytest.fixture(scope="module")
-def interpreter() -> Iterator[Callable[[AttentionCase, int, int], torch.Tensor]]:
+def interpreter() -> Iterator[Interpret]:
     """Triton reads TRITON_INTERPRET when it is imported: a process of its own has it set, and nothing else does."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
@@ -70,7 +71,7 @@ def interpreter() -> Iterator[Callable[[AttentionCase, int, int], torch.Tensor]]
         patch.setenv("TRITON_INTERPRET", "1")
         assert process.submit(os.getenv, "TRITON_INTERPRET").result() == "1"
         patch.undo()
-        yield lambda case, rows, keys: process.submit(interpret, case, rows, keys).result()
+        yield lambda *arguments: process.submit(interpret, *arguments).result()
 
 
 @pytest.mark.parametrize("case", INTERPRETED, ids=str)
@@ -81,18 +82,27 @@ def test_op_on_the_cpu_equals_the_formula(case: AttentionCase) -> None:
 
 @pytest.mark.parametrize(("rows", "keys"), [(16, 16), (128, 64)])
 @pytest.mark.parametrize("case", INTERPRETED, ids=str)
-def test_kernel_in_the_interpreter_equals_the_formula(
-    interpreter: Callable[[AttentionCase, int, int], torch.Tensor], case: AttentionCase, rows: int, keys: int
-) -> None:
+def test_kernel_in_the_interpreter_equals_the_formula(interpreter: Interpret, case: AttentionCase, rows: int, keys: int) -> None:
     assert_close(interpreter(case, rows, keys), AttentionBatch(case, "cpu").expected(), case.dtype)
 
 
 @pytest.mark.parametrize("num_queries", [1, 7, 16, 65])
-def test_kernel_in_the_interpreter_attends_to_all_that_came_before_a_chunk(
-    interpreter: Callable[[AttentionCase, int, int], torch.Tensor], num_queries: int
-) -> None:
+def test_kernel_in_the_interpreter_attends_to_all_that_came_before_a_chunk(interpreter: Interpret, num_queries: int) -> None:
     case = AttentionCase(tuple((num_queries, context + num_queries) for context in CONTEXTS), 3, 1, 32, dtype=torch.float32)
     assert_close(interpreter(case, 32, 32), AttentionBatch(case, "cpu").expected(), case.dtype)
+
+
+@pytest.mark.parametrize("num_splits", [2, 5])
+@pytest.mark.parametrize(
+    "case",
+    [
+        AttentionCase(((1, 17), (5, 37), (0, 9), (3, 0), (20, 70), (1, 1)), 3, 1),
+        AttentionCase(((20, 150),), 2, 1, sliding_window=97, alibi=True),
+    ],
+    ids=str,
+)
+def test_keys_cut_into_parts_give_the_same_in_the_interpreter(interpreter: Interpret, case: AttentionCase, num_splits: int) -> None:
+    assert_close(interpreter(case, 64, 16, num_splits), AttentionBatch(case, "cpu").expected(), case.dtype)
 
 
 def test_rows_of_other_requests_do_not_matter() -> None:
@@ -152,3 +162,14 @@ def test_configuration_shrinks_to_the_shared_memory_of_a_small_device() -> None:
             chosen = configuration(padded_dim, query_bytes, cache_bytes, num_rows, 99 << 10)
             assert chosen.shared_bytes(padded_dim, query_bytes, cache_bytes) <= 99 << 10
             assert chosen.rows >= 16 and chosen.keys >= 16 and chosen.num_stages >= 1
+
+
+def test_keys_are_cut_only_where_few_programs_meet_a_long_context() -> None:
+    pytest.importorskip("triton")
+    from kernels.flash_attention_triton import MAX_SPLITS, choose_num_splits
+
+    assert choose_num_splits(num_programs=8, num_key_tiles=128, num_multiprocessors=132) == 16
+    assert choose_num_splits(num_programs=1, num_key_tiles=10_000, num_multiprocessors=132) == MAX_SPLITS
+    assert choose_num_splits(num_programs=8, num_key_tiles=9, num_multiprocessors=132) == 2
+    assert choose_num_splits(num_programs=132, num_key_tiles=10_000, num_multiprocessors=132) == 1
+    assert choose_num_splits(num_programs=8, num_key_tiles=3, num_multiprocessors=132) == 1

@@ -133,6 +133,13 @@ def test_long_context_and_a_crowd_of_decode_rows_in_one_batch() -> None:
     check(AttentionCase((*shapes, (300, 8193), (1, 32768), (16, 16)), 8, 2, 128, dtype=BF16))
 
 
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(8, 2, 128), (9, 3, 64), (4, 1, 80), (4, 4, 256)])
+def test_a_few_queries_of_a_long_context(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    for num_queries in (1, 5, 17):
+        check(AttentionCase(((num_queries, 8193),), num_heads, num_kv_heads, head_dim, dtype=BF16))
+    check(AttentionCase(((3, 3000), (5, 8193), (2, 2), (4, 0)), num_heads, num_kv_heads, head_dim, sliding_window=4500))
+
+
 def test_a_captured_graph_follows_new_lengths() -> None:
     batch = AttentionBatch(AttentionCase(((1, 600), (5, 600), (16, 600))), "cuda")
     lens, start = batch.tensor([1, 5, 16]), batch.tensor(batch.query_start_loc)
