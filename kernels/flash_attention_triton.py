@@ -83,7 +83,11 @@ def _attend(
     return accumulator, maximum, total
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_tiles", "num_splits", "window"])
+# What changes from step to step must not be compiled in: a server would stop for seconds at the first batch of 16 sequences.
+@triton.jit(
+    do_not_specialize=["num_seqs", "num_tiles", "num_splits", "window", "stride_split", "stride_table"],
+    do_not_specialize_on_alignment=["maxima_ptr", "totals_ptr", "table_ptr", "query_start_ptr", "seq_lens_ptr"],
+)
 def _flash_attention_kernel(
     out_ptr, partial_ptr, maxima_ptr, totals_ptr, query_ptr, key_ptr, value_ptr, table_ptr, query_start_ptr, seq_lens_ptr, slopes_ptr,
     num_seqs, num_tiles, num_splits, qk_scale, v_scale, soft_cap, window, stride_split,
@@ -188,7 +192,7 @@ def _flash_attention_kernel(
         tl.store(out_ptr + out_rows[:, None] + dims[None, :], result.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize=["num_splits", "stride_split"], do_not_specialize_on_alignment=["maxima_ptr", "totals_ptr"])
 def _merge_kernel(
     out_ptr, partial_ptr, maxima_ptr, totals_ptr, num_splits, v_scale, stride_split, stride_out_token, stride_out_head,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED_SPLITS: tl.constexpr,
@@ -222,10 +226,10 @@ class Configuration:
     num_stages: int
 
     def shared_bytes(self, padded_dim: int, query_bytes: int, cache_bytes: int) -> int:
-        """At most what the compiled kernel takes of a multiprocessor's shared memory: the queries, keys and values in flight, and the
-        scores on their way into the second product."""
-        in_flight = 2 * max(1, self.num_stages) * self.keys * padded_dim * cache_bytes
-        return in_flight + self.rows * (padded_dim + self.keys) * query_bytes
+        """At most what the compiled kernel takes of a multiprocessor's shared memory. Half of the stages go to the block table: keys
+        and values are loaded at addresses that are loaded themselves."""
+        num_buffers = 1 if self.num_stages == 1 else max(2, (self.num_stages + 1) // 2)
+        return 2 * num_buffers * self.keys * padded_dim * cache_bytes + self.rows * padded_dim * query_bytes + 2048
 
 
 # (padded head dim, bytes of a query element, bytes of a cache element) -> by most query rows of a KV head: 16, 32, 64, more.
