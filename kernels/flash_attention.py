@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 
 from kernels import reference
+from kernels.cpu_attention import CPUPagedAttention
 from kernels.op_library import LIBRARY
 
 HEAD_DIMS = (32, 64, 80, 96, 112, 120, 128, 192, 256)
@@ -199,12 +200,18 @@ def _on_cpu(
     k_scale: float,
     v_scale: float,
 ) -> None:
-    out.copy_(
-        reference.paged_attention(
-            query, key_cache, value_cache, block_tables.tolist(), query_start_loc.tolist(), seq_lens.tolist(), scale,
-            alibi_slopes=alibi_slopes, sliding_window=sliding_window, soft_cap=soft_cap, k_scale=k_scale, v_scale=v_scale,
+    tables, starts, lens = block_tables.tolist(), query_start_loc.tolist(), seq_lens.tolist()
+    if key_cache.dtype == query.dtype and k_scale == v_scale == 1.0:
+        attention = CPUPagedAttention(tables, starts, lens, key_cache.shape[2], query.shape[1], key_cache.shape[1])
+        result = attention(
+            query, key_cache, value_cache, scale, alibi_slopes=alibi_slopes, sliding_window=sliding_window, soft_cap=soft_cap
         )
-    )  # fmt: skip
+    else:
+        result = reference.paged_attention(
+            query, key_cache, value_cache, tables, starts, lens, scale, alibi_slopes=alibi_slopes, sliding_window=sliding_window,
+            soft_cap=soft_cap, k_scale=k_scale, v_scale=v_scale,
+        )  # fmt: skip
+    out.copy_(result)
 
 
 LIBRARY.impl("flash_attention", _on_cuda, "CUDA")
