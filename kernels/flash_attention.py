@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from kernels import reference
+from kernels import cpu_attention, reference
 from kernels.cpu_attention import CPUPagedAttention
 from kernels.op_library import LIBRARY
 
@@ -17,6 +17,7 @@ HEAD_DIMS = (32, 64, 80, 96, 112, 120, 128, 192, 256)
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+LONG_CONTEXT_BLOCKS = 4096
 
 LIBRARY.define(
     "flash_attention(Tensor(a!) out, Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor query_start_loc, "
@@ -63,6 +64,35 @@ def flash_attention(
         alibi_slopes, sliding_window, soft_cap, k_scale, v_scale,
     )  # fmt: skip
     return out
+
+
+def prepare(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    *,
+    alibi_slopes: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+) -> None:
+    """Compile and load all that `flash_attention` may launch for tensors with these shapes, strides and dtypes, so that no request
+    waits for a compiler. Shapes as there; of the query one row will do. Reads no block and writes nothing that stays."""
+    if query.device.type == "cpu":
+        cpu_attention.prepare(query.dtype, query.shape[2])
+        return
+    group = query.shape[1] // key_cache.shape[1]
+    block_tables = torch.zeros(1, LONG_CONTEXT_BLOCKS, dtype=torch.int32, device=query.device)
+    # A kernel is chosen by query rows of a KV head, and by whether the context may be long.
+    for num_rows in (16, 32, 64, 256):
+        num_queries = max(1, num_rows // group)
+        shape = (num_queries, *query.shape[1:])
+        rows = torch.empty_strided(shape, query.stride(), dtype=query.dtype, device=query.device).zero_()
+        lens = torch.tensor([0, num_queries], dtype=torch.int32, device=query.device)
+        for max_seq_len in (key_cache.shape[2], LONG_CONTEXT_BLOCKS * key_cache.shape[2]):
+            flash_attention(
+                rows, key_cache, value_cache, block_tables, lens, lens[:1], num_queries, max_seq_len, 1.0,
+                alibi_slopes=alibi_slopes, sliding_window=sliding_window, soft_cap=soft_cap,
+            )  # fmt: skip
 
 
 def _check(

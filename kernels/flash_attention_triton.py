@@ -195,11 +195,11 @@ def _flash_attention_kernel(
 @triton.jit(do_not_specialize=["num_splits", "stride_split"], do_not_specialize_on_alignment=["maxima_ptr", "totals_ptr"])
 def _merge_kernel(
     out_ptr, partial_ptr, maxima_ptr, totals_ptr, num_splits, v_scale, stride_split, stride_out_token, stride_out_head,
-    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED_SPLITS: tl.constexpr,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Join the parts of one row: m = max m_j, O = sum O_j 2^(m_j - m) / sum l_j 2^(m_j - m)."""
     row = tl.program_id(0).to(tl.int64)
-    splits = tl.arange(0, PADDED_SPLITS)
+    splits = tl.arange(0, SPLITS)
     dims = tl.arange(0, PADDED_DIM)
     rows = splits.to(tl.int64) * stride_split + row
     maxima = tl.load(maxima_ptr + rows, mask=splits < num_splits, other=float("-inf"))
@@ -387,6 +387,6 @@ def flash_attention(
                 NUM_HEADS=num_heads,
                 HEAD_DIM=head_dim,
                 PADDED_DIM=padded_dim,
-                PADDED_SPLITS=triton.next_power_of_2(num_splits),
+                SPLITS=MAX_SPLITS,
                 num_warps=4,
             )

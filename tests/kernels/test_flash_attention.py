@@ -12,7 +12,7 @@ import pytest
 import torch
 from attention_cases import AttentionBatch, AttentionCase, assert_close
 
-from kernels.flash_attention import flash_attention
+from kernels.flash_attention import flash_attention, prepare
 
 # numpy has no bf16, so the interpreter's products of it are meaningless: bf16 is tested on a GPU.
 INTERPRETED = [
@@ -78,6 +78,13 @@ def interpreter() -> Iterator[Interpret]:
 def test_op_on_the_cpu_equals_the_formula(case: AttentionCase) -> None:
     batch = AttentionBatch(case, "cpu")
     assert_close(call(batch), batch.expected(), case.dtype)
+
+
+def test_preparing_leaves_the_cache_as_it_was() -> None:
+    batch = AttentionBatch(AttentionCase(((5, 37),), dtype=torch.float32), "cpu")
+    before = batch.key_cache.clone()
+    prepare(batch.query[:1], batch.key_cache, batch.value_cache)
+    assert torch.equal(batch.key_cache.nan_to_num(), before.nan_to_num())
 
 
 @pytest.mark.parametrize(("rows", "keys"), [(16, 16), (128, 64)])

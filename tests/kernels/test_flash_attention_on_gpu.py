@@ -6,7 +6,7 @@ import pytest
 import torch
 from attention_cases import AttentionBatch, AttentionCase, assert_close
 
-from kernels.flash_attention import BLOCK_SIZES, HEAD_DIMS, flash_attention
+from kernels.flash_attention import BLOCK_SIZES, HEAD_DIMS, flash_attention, prepare
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")]
 
@@ -26,9 +26,24 @@ def call(batch: AttentionBatch, k_scale: float | None = None, v_scale: float | N
     )  # fmt: skip
 
 
+def call_triton(batch: AttentionBatch) -> torch.Tensor:
+    from kernels import flash_attention_triton
+
+    case = batch.case
+    flash_attention_triton.flash_attention(
+        batch.out.fill_(float("nan")), batch.query, batch.key_cache, batch.value_cache, batch.block_tables,
+        batch.tensor(batch.query_start_loc), batch.tensor(batch.seq_lens), max(q for q, _ in case.shapes),
+        max(s for _, s in case.shapes), batch.scale, batch.alibi_slopes, case.sliding_window, case.soft_cap, case.k_scale, case.v_scale,
+    )  # fmt: skip
+    return batch.out
+
+
 def check(case: AttentionCase) -> None:
+    """The op, whichever kernel it takes, and the Triton kernel, which must be able to do all of it."""
     batch = AttentionBatch(case, "cuda")
-    assert_close(call(batch), batch.expected(), case.dtype)
+    expected = batch.expected()
+    assert_close(call(batch), expected, case.dtype)
+    assert_close(call_triton(batch), expected, case.dtype)
 
 
 @pytest.mark.parametrize("num_queries", [1, 7, 16, 65])
@@ -160,3 +175,15 @@ def test_a_captured_graph_follows_new_lengths() -> None:
         batch.out.fill_(float("nan"))
         graph.replay()
         assert_close(batch.out, batch.expected(), FP16)
+
+
+def test_what_was_prepared_is_not_compiled_at_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    first = AttentionBatch(AttentionCase(((1, 1),), 10, 2, 96, dtype=BF16, soft_cap=3.0), "cuda")
+    prepare(first.query, first.key_cache, first.value_cache, soft_cap=3.0)
+    compiled: list[str] = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **about: compiled.append(str(about["repr"])))
+    for shapes in (((1, 1),), ((3, 700),), ((5, 9000),), ((9, 16), (30, 4000)), ((200, 300),) * 16, ((1, 77),) * 17):
+        call(AttentionBatch(AttentionCase(shapes, 10, 2, 96, dtype=BF16, soft_cap=3.0), "cuda"))
+    assert compiled == []
