@@ -1,0 +1,61 @@
+// Launchers of paged_attention.cuh for one head size, scalar type, cache type and layout: HEAD_SIZE, SCALAR (0 half, 1 bfloat16),
+// KV_CACHE (0 as SCALAR, 1 FP8 E4M3, 2 FP8 E5M2), CLASSIC_LAYOUT (0 the engine's layout, 1 the classic ones).
+#include <type_traits>
+#include "paged_attention.cuh"
+
+using namespace paged_attention;
+using T = std::conditional_t<SCALAR == 0, __half, __nv_bfloat16>;
+
+static int device_index() {
+    int device = 0;
+    cudaGetDevice(&device);
+    return device < 64 ? device : 63;
+}
+
+template <int NUM_GROUPS>
+static const char* attend_with(const Params& p, cudaStream_t stream) {
+    auto* kernel = attend<T, KV_CACHE, HEAD_SIZE, CLASSIC_LAYOUT, NUM_GROUPS>;
+    constexpr int shared_bytes = Shape<T, KV_CACHE, HEAD_SIZE, CLASSIC_LAYOUT>::SHARED_BYTES;
+    static bool is_prepared[64];
+    const int device = device_index();
+    if (!is_prepared[device]) {
+        cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+        if (error != cudaSuccess) {
+            cudaGetLastError();
+            return "this GPU has too little shared memory for this head size";
+        }
+        is_prepared[device] = true;
+    }
+    dim3 grid(p.num_kv_heads * p.groups_per_kv_head, p.num_seqs, p.num_partitions);
+    kernel<<<grid, NUM_THREADS, shared_bytes, stream>>>(p);
+    return last_error();
+}
+
+static const char* reduce_partitions(const Params& p, cudaStream_t stream) {
+    if (p.num_partitions > MAX_REDUCE_PARTITIONS) return "too many partitions; use a larger partition size";
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(p.num_heads, p.num_seqs);
+    config.blockDim = dim3(32 * REDUCE_WARPS);
+    config.stream = stream;
+    // The blocks come in while the partitions still run, and wait inside.
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &attribute;
+#ifdef NO_PDL
+    config.numAttrs = 0;
+#else
+    config.numAttrs = 1;
+#endif
+    cudaError_t error = cudaLaunchKernelEx(&config, reduce<T, HEAD_SIZE>, p);
+    return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+// V1 where partial_out is null, else V2: the partitions and their reduction. groups_per_kv_head = ceil(group_size / (8 * num_groups)).
+EXPORT const char* launch_paged_attention(const Params* p, int num_groups, cudaStream_t stream) {
+    const char* error = num_groups == 1 ? attend_with<1>(*p, stream) : attend_with<2>(*p, stream);
+    if (error != nullptr || p->partial_out == nullptr) return error;
+    return reduce_partitions(*p, stream);
+}
+
+EXPORT int paged_attention_params_bytes() { return sizeof(Params); }

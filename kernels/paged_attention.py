@@ -1,0 +1,600 @@
+"""PagedAttention V1 and V2 (Kwon et al. 2023): one query token per sequence over the KV blocks its block table names.
+
+O = softmax(scale * q K^T) V over positions 0 .. seq_len - 1, fp32 inside. V1 runs a sequence in one pass per KV head; V2 cuts it into
+partitions, each leaving its output, max logit and exp sum, which a reduce kernel joins:
+m = max m_j, L = sum l_j exp(m_j - m), O = sum O_j l_j exp(m_j - m) / L.
+
+Layouts of one layer's cache (x = 16 bytes / item size):
+  the engine's  K, V [num_blocks, num_kv_heads, block_size, head_dim], strided over blocks and heads
+  classic       K [num_blocks, num_kv_heads, head_dim / x, block_size, x], V [num_blocks, num_kv_heads, head_dim, block_size]
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Iterator
+
+import torch
+
+from kernels import reference
+from kernels.build import Library, check, load
+from kernels.op_library import LIBRARY
+
+HEAD_SIZES = (32, 64, 80, 96, 112, 120, 128, 192, 256)
+CLASSIC_PARTITION_SIZE = 512
+STAGE_TOKENS = 64
+"""Partitions are a multiple of what a thread block takes in at once."""
+MAX_PARTITIONS = 2048
+BLOCKS_PER_MULTIPROCESSOR = 3
+
+_SCALARS = {torch.float16: 0, torch.bfloat16: 1}
+_FP8 = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
+_CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+
+
+class _Params(ctypes.Structure):
+    """`Params` of paged_attention.cuh, field for field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("out", "partial_out", "max_logits", "exp_sums", "query", "key_cache", "value_cache")),
+        *((name, ctypes.c_void_p) for name in ("block_tables", "seq_lens", "alibi_slopes", "k_scale", "v_scale")),
+        *((name, ctypes.c_float) for name in ("scale", "soft_cap")),
+        *((name, ctypes.c_int) for name in ("sliding_window", "num_seqs", "num_heads", "num_kv_heads", "group_size")),
+        *((name, ctypes.c_int) for name in ("groups_per_kv_head", "block_size", "partition_size", "num_partitions")),
+        *((name, ctypes.c_int) for name in ("max_context", "partial_is_f32")),
+        *((name, ctypes.c_int64) for name in ("query_stride", "out_stride", "block_table_stride")),
+        *((name, ctypes.c_int64) for name in ("k_block_stride", "k_head_stride", "v_block_stride", "v_head_stride")),
+    )
+
+
+def library(head_size: int, dtype: torch.dtype, cache_dtype: torch.dtype, is_classic: bool) -> Library:
+    defines = {
+        "HEAD_SIZE": head_size,
+        "SCALAR": _SCALARS[dtype],
+        "KV_CACHE": _FP8.get(cache_dtype, 0),
+        "CLASSIC_LAYOUT": int(is_classic),
+    }
+    return Library("paged_attention.cu", defines)
+
+
+def libraries(head_sizes: tuple[int, ...] = (64, 128)) -> Iterator[Library]:
+    """What a server with these head sizes may load: the engine's layout, every type."""
+    for head_size in head_sizes:
+        for dtype in _SCALARS:
+            for cache_dtype in (dtype, *_FP8):
+                yield library(head_size, dtype, cache_dtype, is_classic=False)
+
+
+@functools.cache
+def _library(head_size: int, dtype: torch.dtype, cache_dtype: torch.dtype, is_classic: bool) -> ctypes.CDLL:
+    loaded = load(library(head_size, dtype, cache_dtype, is_classic))
+    loaded.launch_paged_attention.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
+    loaded.launch_paged_attention.restype = ctypes.c_char_p
+    assert loaded.paged_attention_params_bytes() == ctypes.sizeof(_Params), "Params differ between Python and CUDA"
+    return loaded
+
+
+def choose_partition_size(num_seqs: int, num_kv_heads: int, max_seq_len: int, num_multiprocessors: int) -> int:
+    """Tokens per partition; >= max_seq_len means V1. Fitted to the table in bench/kernels/paged_attention_partitions.md.
+
+    Short of work, every multiprocessor gets its share of the tokens; with plenty, partitions only keep thread blocks of even length."""
+    slots = num_multiprocessors * BLOCKS_PER_MULTIPROCESSOR
+    num_rows = max(1, num_seqs * num_kv_heads)
+    num_partitions = -(-slots // num_rows)
+    size = -(-max(1, max_seq_len) // num_partitions)
+    size = -(-size // STAGE_TOKENS) * STAGE_TOKENS
+    return max(size, -(-max_seq_len // MAX_PARTITIONS // STAGE_TOKENS + 1) * STAGE_TOKENS) if max_seq_len > size * MAX_PARTITIONS else size
+
+
+LIBRARY.define(
+    "paged_attention_v1(Tensor(a!) out, Tensor query, Tensor key_cache, Tensor value_cache, int num_kv_heads, float scale, "
+    "Tensor block_tables, Tensor seq_lens, int block_size, int max_seq_len, Tensor? alibi_slopes, str kv_cache_dtype, "
+    "Tensor? k_scale, Tensor? v_scale, *, int sliding_window=0, float soft_cap=0.0) -> ()"
+)
+LIBRARY.define(
+    "paged_attention_v2(Tensor(a!) out, Tensor(b!) exp_sums, Tensor(c!) max_logits, Tensor(d!) tmp_out, Tensor query, Tensor key_cache, "
+    "Tensor value_cache, int num_kv_heads, float scale, Tensor block_tables, Tensor seq_lens, int block_size, int max_seq_len, "
+    "Tensor? alibi_slopes, str kv_cache_dtype, Tensor? k_scale, Tensor? v_scale, *, int sliding_window=0, float soft_cap=0.0, "
+    "int partition_size=512) -> ()"
+)
+
+
+def paged_attention_v1(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    num_kv_heads: int,
+    scale: float,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_size: int,
+    max_seq_len: int,
+    alibi_slopes: torch.Tensor | None,
+    kv_cache_dtype: str,
+    k_scale: float | torch.Tensor,
+    v_scale: float | torch.Tensor,
+    *,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+) -> None:
+    """One pass per (sequence, KV head). out, query: [num_seqs, num_heads, head_dim], fp16 or bf16; caches: see the file's head, in the
+    query's dtype ("auto") or FP8 (float8 or uint8 tensors) with one scale for all of K and of V; block_tables: int32
+    [num_seqs, max_blocks]; seq_lens: int32 [num_seqs]; alibi_slopes: fp32 [num_heads]. Any context length. seq_len 0 gives zeros.
+    Raises ValueError for what does not fit together, KernelError for what the GPU refuses."""
+    key_cache, value_cache = _typed_caches(key_cache, value_cache, kv_cache_dtype, query.dtype)
+    _check(out, query, key_cache, value_cache, num_kv_heads, block_tables, seq_lens, block_size, alibi_slopes, sliding_window, soft_cap)
+    torch.ops.pagewire.paged_attention_v1(
+        out,
+        query,
+        key_cache,
+        value_cache,
+        num_kv_heads,
+        scale,
+        block_tables,
+        seq_lens,
+        block_size,
+        max_seq_len,
+        alibi_slopes,
+        kv_cache_dtype,
+        _scale_tensor(k_scale, query.device),
+        _scale_tensor(v_scale, query.device),
+        sliding_window=sliding_window or 0,
+        soft_cap=soft_cap or 0.0,
+    )
+
+
+def paged_attention_v2(
+    out: torch.Tensor,
+    exp_sums: torch.Tensor,
+    max_logits: torch.Tensor,
+    tmp_out: torch.Tensor,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    num_kv_heads: int,
+    scale: float,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_size: int,
+    max_seq_len: int,
+    alibi_slopes: torch.Tensor | None,
+    kv_cache_dtype: str,
+    k_scale: float | torch.Tensor,
+    v_scale: float | torch.Tensor,
+    *,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    partition_size: int = CLASSIC_PARTITION_SIZE,
+) -> None:
+    """Partitions of `partition_size` tokens (a multiple of 64), then a reduce. No seq_len may exceed max_seq_len: with P =
+    ceil(max_seq_len / partition_size), exp_sums and max_logits are fp32 [num_seqs, num_heads, P] and tmp_out
+    [num_seqs, num_heads, P, head_dim] in the query's dtype or fp32, all contiguous. The rest as paged_attention_v1."""
+    key_cache, value_cache = _typed_caches(key_cache, value_cache, kv_cache_dtype, query.dtype)
+    _check(out, query, key_cache, value_cache, num_kv_heads, block_tables, seq_lens, block_size, alibi_slopes, sliding_window, soft_cap)
+    if partition_size <= 0 or partition_size % STAGE_TOKENS:
+        raise ValueError(f"partition_size must be a multiple of {STAGE_TOKENS}, not {partition_size}")
+    num_partitions = -(-max_seq_len // partition_size)
+    if num_partitions > MAX_PARTITIONS:
+        raise ValueError(f"{num_partitions} partitions of {partition_size} tokens are more than {MAX_PARTITIONS}: use a larger partition_size")
+    shape = (*query.shape[:2], num_partitions)
+    for name, tensor, wanted, dtypes in (
+        ("exp_sums", exp_sums, shape, (torch.float32,)),
+        ("max_logits", max_logits, shape, (torch.float32,)),
+        ("tmp_out", tmp_out, (*shape, query.shape[2]), (torch.float32, query.dtype)),
+    ):
+        if tensor.shape != wanted or tensor.dtype not in dtypes or not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous {list(wanted)} of {dtypes}, not {list(tensor.shape)} of {tensor.dtype}")
+    torch.ops.pagewire.paged_attention_v2(
+        out,
+        exp_sums,
+        max_logits,
+        tmp_out,
+        query,
+        key_cache,
+        value_cache,
+        num_kv_heads,
+        scale,
+        block_tables,
+        seq_lens,
+        block_size,
+        max_seq_len,
+        alibi_slopes,
+        kv_cache_dtype,
+        _scale_tensor(k_scale, query.device),
+        _scale_tensor(v_scale, query.device),
+        sliding_window=sliding_window or 0,
+        soft_cap=soft_cap or 0.0,
+        partition_size=partition_size,
+    )
+
+
+class PagedAttentionPlan:
+    """One decode step, planned once and run for every layer: V1 or V2, whichever `choose_partition_size` finds faster, everything
+    checked, the workspace allocated. `query`, `key_cache` and `value_cache` show the shapes, strides and types of those it will run on;
+    the caches' dtype says how they are read, so FP8 ones are float8 tensors. No seq_len may exceed max_seq_len; what block_tables and
+    seq_lens hold may change between runs. The rest as paged_attention_v1."""
+
+    def __init__(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        block_tables: torch.Tensor,
+        seq_lens: torch.Tensor,
+        max_seq_len: int,
+        scale: float,
+        *,
+        alibi_slopes: torch.Tensor | None = None,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+        k_scale: float | torch.Tensor = 1.0,
+        v_scale: float | torch.Tensor = 1.0,
+        partition_size: int | None = None,
+    ) -> None:
+        num_kv_heads, block_size = value_cache.shape[1], value_cache.shape[3 if key_cache.dim() == 5 else 2]
+        _check(query, query, key_cache, value_cache, num_kv_heads, block_tables, seq_lens, block_size, alibi_slopes, sliding_window, soft_cap)
+        if key_cache.dtype not in (query.dtype, *_FP8) or value_cache.dtype != key_cache.dtype:
+            raise ValueError(f"the caches are {key_cache.dtype} and {value_cache.dtype}; give both the query's {query.dtype} or float8")
+        self._signature = _signature(query, key_cache, value_cache)
+        scales = (_scale_tensor(k_scale, query.device), _scale_tensor(v_scale, query.device))
+        self._held = (block_tables, seq_lens, alibi_slopes, *scales)
+        if partition_size is None and query.is_cuda:
+            covered = min(max_seq_len, sliding_window + STAGE_TOKENS) if sliding_window else max_seq_len
+            partition_size = choose_partition_size(len(query), num_kv_heads, covered, _num_multiprocessors(query.device.index))
+        self._num_partitions = 1 if partition_size is None else -(-max_seq_len // partition_size)
+        size = WHOLE if partition_size is None or self._num_partitions <= 1 else partition_size
+        self._options = (num_kv_heads, scale, block_tables, seq_lens, block_size)
+        self._arguments = (alibi_slopes, *scales, sliding_window or 0, soft_cap or 0.0)
+        if query.is_cuda:
+            self._params = _params(query, key_cache, value_cache, *self._options, size, self._num_partitions, *self._arguments)
+            if size != WHOLE:
+                shape = (*query.shape[:2], self._num_partitions)
+                sums = torch.empty(2, *shape, dtype=torch.float32, device=query.device)
+                tmp_out = torch.empty(*shape, query.shape[2], dtype=torch.float32, device=query.device)
+                self._held += (sums, tmp_out)
+                _with_partitions(self._params, sums[0], sums[1], tmp_out)
+
+    def run(
+        self, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Returns `out`, or a new tensor: [num_seqs, num_heads, head_dim]."""
+        if _signature(query, key_cache, value_cache) != self._signature:
+            raise ValueError("query or caches differ from those that were planned for in shape, strides, type, device or alignment")
+        if out is None:
+            out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        elif out.shape != query.shape or out.dtype != query.dtype or not out.is_contiguous():
+            raise ValueError(f"out must be contiguous {list(query.shape)} of {query.dtype}")
+        if query.is_cuda:
+            _launch(self._params, out, query, key_cache, value_cache)
+        else:
+            alibi_slopes, k_scale, v_scale, sliding_window, soft_cap = self._arguments
+            torch.ops.pagewire.paged_attention_v1(
+                out, query, key_cache, value_cache, *self._options, 0, alibi_slopes, "auto", k_scale, v_scale,
+                sliding_window=sliding_window, soft_cap=soft_cap,
+            )  # fmt: skip
+        return out
+
+
+def _signature(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> tuple[object, ...]:
+    addresses = query.data_ptr() | key_cache.data_ptr() | value_cache.data_ptr()
+    return (
+        query.shape, query.stride(), query.dtype, query.device, addresses % 16,
+        key_cache.shape, key_cache.stride(), key_cache.dtype, value_cache.shape, value_cache.stride(), value_cache.dtype,
+    )  # fmt: skip
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seq_len: int,
+    scale: float,
+    *,
+    alibi_slopes: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    k_scale: float | torch.Tensor = 1.0,
+    v_scale: float | torch.Tensor = 1.0,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """A plan made and run once; arguments as PagedAttentionPlan. Returns [num_seqs, num_heads, head_dim]."""
+    options = {"alibi_slopes": alibi_slopes, "sliding_window": sliding_window, "soft_cap": soft_cap}
+    plan = PagedAttentionPlan(
+        query, key_cache, value_cache, block_tables, seq_lens, max_seq_len, scale, **options, k_scale=k_scale, v_scale=v_scale
+    )  # fmt: skip
+    return plan.run(query, key_cache, value_cache, out)
+
+
+@functools.cache
+def _num_multiprocessors(device_index: int) -> int:
+    return torch.cuda.get_device_properties(device_index).multi_processor_count
+
+
+@functools.lru_cache(maxsize=256)
+def _constant(value: float, device: torch.device) -> torch.Tensor:
+    return torch.full((1,), value, dtype=torch.float32, device=device)
+
+
+def _scale_tensor(scale: float | torch.Tensor, device: torch.device) -> torch.Tensor | None:
+    if isinstance(scale, torch.Tensor):
+        if scale.numel() != 1:
+            raise ValueError(f"k_scale and v_scale are one number for the whole cache, not {list(scale.shape)}")
+        return scale.to(device=device, dtype=torch.float32)
+    return None if scale == 1.0 else _constant(float(scale), device)
+
+
+def _typed_caches(
+    key_cache: torch.Tensor, value_cache: torch.Tensor, kv_cache_dtype: str, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if kv_cache_dtype == "auto":
+        wanted = dtype
+    elif kv_cache_dtype in _CACHE_DTYPES:
+        wanted = _CACHE_DTYPES[kv_cache_dtype]
+    else:
+        raise ValueError(f"kv_cache_dtype must be auto, {', '.join(_CACHE_DTYPES)}, not {kv_cache_dtype!r}")
+    if wanted in _FP8:
+        key_cache, value_cache = (cache.view(wanted) if cache.dtype == torch.uint8 else cache for cache in (key_cache, value_cache))
+    if key_cache.dtype != wanted or value_cache.dtype != wanted:
+        raise ValueError(f"the caches are {key_cache.dtype} and {value_cache.dtype}; kv_cache_dtype {kv_cache_dtype!r} reads {wanted}")
+    return key_cache, value_cache
+
+
+def _check(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    num_kv_heads: int,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_size: int,
+    alibi_slopes: torch.Tensor | None,
+    sliding_window: int | None,
+    soft_cap: float | None,
+) -> None:
+    """Everything a kernel would take on trust. Looks at shapes, types and strides only: nothing here waits for the GPU."""
+    if query.dim() != 3:
+        raise ValueError(f"query must be [num_seqs, num_heads, head_dim], not {list(query.shape)}")
+    num_seqs, num_heads, head_dim = query.shape
+    if query.is_cuda and query.dtype not in _SCALARS:
+        raise ValueError(f"query must be float16 or bfloat16 on the GPU, not {query.dtype}")
+    if head_dim not in HEAD_SIZES:
+        raise ValueError(f"head size {head_dim} is not one of {HEAD_SIZES}")
+    if num_kv_heads <= 0 or num_heads % num_kv_heads:
+        raise ValueError(f"{num_heads} query heads are no multiple of num_kv_heads = {num_kv_heads}")
+    item = key_cache.element_size()
+    if key_cache.dim() == 5:
+        x = 16 // item
+        if head_dim % x:
+            raise ValueError(f"the classic K layout holds {x} items together; head size {head_dim} is no multiple: use the engine's layout")
+        if query.is_cuda and block_size not in (8, 16, 32, 64):
+            raise ValueError(f"block size {block_size} is not 8, 16, 32 or 64, which the classic layouts allow")
+        shapes = ((num_kv_heads, head_dim // x, block_size, x), (num_kv_heads, head_dim, block_size))
+    else:
+        if query.is_cuda and block_size != 8 and block_size % 16:
+            raise ValueError(f"block size {block_size} is neither 8 nor a multiple of 16")
+        shapes = ((num_kv_heads, block_size, head_dim),) * 2
+    for name, cache, shape in (("key_cache", key_cache, shapes[0]), ("value_cache", value_cache, shapes[1])):
+        if cache.shape[1:] != shape:
+            raise ValueError(f"{name} must be [num_blocks, {', '.join(map(str, shape))}], not {list(cache.shape)}")
+        if cache.stride()[2:] != _contiguous_strides(shape[1:]):
+            raise ValueError(f"{name} must be contiguous within a block and head; its strides are {cache.stride()}")
+        if query.is_cuda and (cache.data_ptr() % 16 or cache.stride(0) * item % 16 or cache.stride(1) * item % 16):
+            raise ValueError(f"{name} must start, and step from block to block and head to head, at multiples of 16 bytes")
+    for name, tensor, shape, dtype in (
+        ("out", out, query.shape, query.dtype),
+        ("block_tables", block_tables, (num_seqs, *block_tables.shape[1:2]), torch.int32),
+        ("seq_lens", seq_lens, (num_seqs,), torch.int32),
+        *((("alibi_slopes", alibi_slopes, (num_heads,), torch.float32),) if alibi_slopes is not None else ()),
+    ):
+        if tensor.shape != shape or tensor.dtype != dtype:
+            raise ValueError(f"{name} must be {list(shape)} of {dtype}, not {list(tensor.shape)} of {tensor.dtype}")
+        if tensor.device != query.device:
+            raise ValueError(f"{name} is on {tensor.device}, query on {query.device}")
+    for name, tensor in (("query", query), ("out", out)):
+        if num_seqs and (tensor.stride(2) != 1 or tensor.stride(1) != head_dim or (query.is_cuda and tensor.stride(0) % 4)):
+            raise ValueError(f"{name} must be contiguous over heads and their items; its strides are {tensor.stride()}")
+        if query.is_cuda and tensor.data_ptr() % 8:
+            raise ValueError(f"{name} must start at a multiple of 8 bytes")
+    if num_seqs and block_tables.stride(1) != 1:
+        raise ValueError("block_tables must be contiguous along a row")
+    if sliding_window is not None and sliding_window <= 0:
+        raise ValueError(f"sliding_window must be positive, not {sliding_window}; None means none")
+    if soft_cap is not None and soft_cap <= 0:
+        raise ValueError(f"soft_cap must be positive, not {soft_cap}; None means none")
+
+
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * size)
+    return tuple(reversed(strides))
+
+
+def _params(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    num_kv_heads: int,
+    scale: float,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_size: int,
+    partition_size: int,
+    num_partitions: int,
+    alibi_slopes: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    sliding_window: int,
+    soft_cap: float,
+) -> _Params:
+    """Everything but where query, caches and results stand."""
+    num_seqs, num_heads, _ = query.shape
+    group_size = num_heads // num_kv_heads
+    return _Params(
+        block_tables=block_tables.data_ptr(),
+        seq_lens=seq_lens.data_ptr(),
+        alibi_slopes=None if alibi_slopes is None else alibi_slopes.data_ptr(),
+        k_scale=None if k_scale is None else k_scale.data_ptr(),
+        v_scale=None if v_scale is None else v_scale.data_ptr(),
+        scale=scale,
+        soft_cap=soft_cap,
+        sliding_window=sliding_window,
+        num_seqs=num_seqs,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        group_size=group_size,
+        groups_per_kv_head=-(-group_size // (8 * _num_groups(group_size))),
+        block_size=block_size,
+        partition_size=partition_size,
+        num_partitions=num_partitions,
+        max_context=min(block_tables.shape[1] * block_size, 2**31 - 1 - partition_size),
+        query_stride=query.stride(0),
+        block_table_stride=block_tables.stride(0),
+        k_block_stride=key_cache.stride(0),
+        k_head_stride=key_cache.stride(1),
+        v_block_stride=value_cache.stride(0),
+        v_head_stride=value_cache.stride(1),
+    )
+
+
+def _num_groups(group_size: int) -> int:
+    """Groups of 8 query heads that one thread block takes."""
+    return 1 if group_size <= 8 else 2
+
+
+def _launch(params: _Params, out: torch.Tensor, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
+    if not len(query):
+        return
+    params.out, params.out_stride = out.data_ptr(), out.stride(0)
+    params.query, params.key_cache, params.value_cache = query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr()
+    kernels = _library(query.shape[2], query.dtype, key_cache.dtype, key_cache.dim() == 5)
+    device = query.device.index
+    if device == torch.cuda.current_device():
+        stream = torch.cuda.current_stream(device).cuda_stream
+        check(kernels.launch_paged_attention(ctypes.addressof(params), _num_groups(params.group_size), stream))
+    else:
+        with torch.cuda.device(device):
+            _launch(params, out, query, key_cache, value_cache)
+
+
+def _with_partitions(params: _Params, exp_sums: torch.Tensor, max_logits: torch.Tensor, tmp_out: torch.Tensor) -> _Params:
+    params.exp_sums, params.max_logits, params.partial_out = exp_sums.data_ptr(), max_logits.data_ptr(), tmp_out.data_ptr()
+    params.partial_is_f32 = int(tmp_out.dtype == torch.float32)
+    return params
+
+
+WHOLE = 1 << 30
+"""A partition size that no sequence fills."""
+
+
+@torch.library.impl(LIBRARY, "paged_attention_v1", "CUDA")
+def _v1_cuda(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    num_kv_heads: int,
+    scale: float,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_size: int,
+    max_seq_len: int,
+    alibi_slopes: torch.Tensor | None,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    *,
+    sliding_window: int = 0,
+    soft_cap: float = 0.0,
+) -> None:
+    layout = (num_kv_heads, scale, block_tables, seq_lens, block_size, WHOLE, 1)
+    params = _params(query, key_cache, value_cache, *layout, alibi_slopes, k_scale, v_scale, sliding_window, soft_cap)
+    _launch(params, out, query, key_cache, value_cache)
+
+
+@torch.library.impl(LIBRARY, "paged_attention_v2", "CUDA")
+def _v2_cuda(
+    out: torch.Tensor,
+    exp_sums: torch.Tensor,
+    max_logits: torch.Tensor,
+    tmp_out: torch.Tensor,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    num_kv_heads: int,
+    scale: float,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_size: int,
+    max_seq_len: int,
+    alibi_slopes: torch.Tensor | None,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    *,
+    sliding_window: int = 0,
+    soft_cap: float = 0.0,
+    partition_size: int = CLASSIC_PARTITION_SIZE,
+) -> None:
+    layout = (num_kv_heads, scale, block_tables, seq_lens, block_size, partition_size, -(-max_seq_len // partition_size))
+    params = _params(query, key_cache, value_cache, *layout, alibi_slopes, k_scale, v_scale, sliding_window, soft_cap)
+    _launch(_with_partitions(params, exp_sums, max_logits, tmp_out), out, query, key_cache, value_cache)
+
+
+@torch.library.impl(LIBRARY, "paged_attention_v1", "CPU")
+def _v1_cpu(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    num_kv_heads: int,
+    scale: float,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_size: int,
+    max_seq_len: int,
+    alibi_slopes: torch.Tensor | None,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    *,
+    sliding_window: int = 0,
+    soft_cap: float = 0.0,
+) -> None:
+    if key_cache.dim() == 5:
+        key_cache, value_cache = reference.to_engine_layout(key_cache, value_cache)
+    result = reference.paged_attention(
+        query,
+        key_cache,
+        value_cache,
+        block_tables.tolist(),
+        list(range(len(query) + 1)),
+        seq_lens.tolist(),
+        scale,
+        alibi_slopes=alibi_slopes,
+        sliding_window=sliding_window or None,
+        soft_cap=soft_cap or None,
+        k_scale=1.0 if k_scale is None else float(k_scale),
+        v_scale=1.0 if v_scale is None else float(v_scale),
+    )
+    out.copy_(result)
+
+
+@torch.library.impl(LIBRARY, "paged_attention_v2", "CPU")
+def _v2_cpu(
+    out: torch.Tensor,
+    exp_sums: torch.Tensor,
+    max_logits: torch.Tensor,
+    tmp_out: torch.Tensor,
+    *arguments: object,
+    sliding_window: int = 0,
+    soft_cap: float = 0.0,
+    partition_size: int = CLASSIC_PARTITION_SIZE,
+) -> None:
+    # The partitions exist for the GPU's sake: what comes out is the same.
+    torch.ops.pagewire.paged_attention_v1(out, *arguments, sliding_window=sliding_window, soft_cap=soft_cap)
