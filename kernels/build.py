@@ -18,9 +18,13 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 SOURCES = Path(__file__).parent / "csrc"
 PREBUILT = Path(__file__).parent / "prebuilt"
@@ -218,3 +222,14 @@ def check(message: bytes | None) -> None:
     """Raise what a launcher returned: every launcher of csrc returns NULL, or a text that says what was wrong."""
     if message is not None:
         raise KernelError(message.decode())
+
+
+def launch(launcher: Callable[..., bytes | None], device: torch.device, *arguments: object) -> None:
+    """Run a launcher, whose last argument is the stream, on the current stream of `device`; raise what it returns."""
+    import torch
+
+    if device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            launch(launcher, device, *arguments)
+        return
+    check(launcher(*arguments, torch.cuda.current_stream(device).cuda_stream))

@@ -20,12 +20,19 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
 
 
+def fused_add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+    """residual += x, then x = rms_norm(residual), both in place; the sum is rounded to its type before it is normalised."""
+    residual += x
+    x.copy_(rms_norm(residual, weight, eps))
+
+
 def rotary_embedding(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate pairs (i, i + d/2) of each head (the half-split convention). x: [num_tokens, num_heads, head_dim]; cos, sin:
-    [num_tokens, head_dim / 2] (Su et al. 2021)."""
-    first, second = x.chunk(2, dim=-1)
+    """Rotate pairs (i, i + r/2) of the first r items of each head (the half-split convention); the rest stays. x: [num_tokens,
+    num_heads, head_dim]; cos, sin: [num_tokens, r / 2] (Su et al. 2021)."""
+    rotary_dim = 2 * cos.shape[-1]
+    first, second = x[..., :rotary_dim].chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, x[..., rotary_dim:]), dim=-1)
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
@@ -34,12 +41,27 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
+def quantize(x: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
+    """What a cache of this type holds: x itself, or for FP8 x / scale, saturated at the largest finite value."""
+    if dtype.itemsize > 1:
+        return x.to(dtype)
+    limit = torch.finfo(dtype).max
+    return (x.float() / scale).clamp(-limit, limit).to(dtype)
+
+
 def reshape_and_cache(
-    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slot_mapping: torch.Tensor
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     """Write token i to slot `slot_mapping[i]` = block * block_size + offset; -1 writes nothing.
 
-    key, value: [num_tokens, num_kv_heads, head_dim], possibly with more rows than slot_mapping has entries."""
+    key, value: [num_tokens, num_kv_heads, head_dim], possibly with more rows than slot_mapping has entries. Caches: this file's layout,
+    in the key's type or FP8."""
     num_blocks, _, block_size, _ = key_cache.shape
     for row, slot in enumerate(slot_mapping.tolist()):
         if slot < 0:
@@ -47,8 +69,8 @@ def reshape_and_cache(
         if slot >= num_blocks * block_size:
             raise IndexError(f"slot {slot} is outside the cache of {num_blocks * block_size} slots")
         block, offset = divmod(slot, block_size)
-        key_cache[block, :, offset] = key[row]
-        value_cache[block, :, offset] = value[row]
+        key_cache[block, :, offset] = quantize(key[row], key_cache.dtype, k_scale)
+        value_cache[block, :, offset] = quantize(value[row], value_cache.dtype, v_scale)
 
 
 def paged_attention(
