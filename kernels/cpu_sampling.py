@@ -69,6 +69,19 @@ def token_logprobs(
     return logprobs.gather(-1, token_ids[:, None])[:, 0], (x > chosen).sum(-1) + 1, top, logprobs.gather(-1, top)
 
 
+def apply_penalties(logits: torch.Tensor, history: torch.Tensor, slots: torch.Tensor, penalties: torch.Tensor) -> None:
+    """As `kernels.reference.apply_penalties`; touches the tokens of the history only."""
+    for row, slot in enumerate(slots.tolist()):
+        if not 0 <= slot < len(history):
+            continue
+        token_ids = history[slot].nonzero().flatten()
+        counts = history[slot][token_ids] & 0x7FFFFFFF
+        repetition, frequency, presence = penalties[row]
+        values = logits[row][token_ids]
+        values = torch.where(values > 0, values / repetition, values * repetition)
+        logits[row][token_ids] = torch.where(counts > 0, values - (frequency * counts.float() + presence), values)
+
+
 def most_likely(x: torch.Tensor, count: int) -> torch.Tensor:
     """Indices of the `count` largest, ties by index: the first of a stable descending sort. x holds no NaN."""
     if count >= len(x):

@@ -26,8 +26,3 @@ def random_bits(seed: int, sequence_index: int, position: int) -> int:
     counter = (position & _MASK, position >> 32 & _MASK, sequence_index & _MASK, 0)
     words = philox4x32(counter, (seed & _MASK, seed >> 32 & _MASK))
     return words[0] << 32 | words[1]
-
-
-def uniform(seed: int, sequence_index: int, position: int) -> float:
-    """In [0, 1) with 53 random bits."""
-    return (random_bits(seed, sequence_index, position) >> 11) / (1 << 53)

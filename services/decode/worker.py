@@ -234,24 +234,23 @@ class DecodeWorker(WorkerLoop):
     def _generate(self, jobs: list[DecodeJob], hidden: torch.Tensor) -> None:
         """hidden: [len(jobs), hidden_size], the last hidden state of each; samples and sends one token each."""
         logits = self.engine.runner.compute_logits(hidden)
-        rows = [
-            SamplingRow(
-                job.params,
-                job.seed,
-                job.request.token_ids[: job.request.num_prompt_tokens],
-                job.request.token_ids[job.request.num_prompt_tokens :],
-                job.stop_ids,
-            )
-            for job in jobs
-        ]
-        for index, job in enumerate(jobs):
-            try:
-                token = sample(logits[index : index + 1], rows[index : index + 1])[0]
-            except Exception as error:  # one bad row must not take the others with it
-                logger.exception("sampling failed")
-                self._end(job.request.request_id, f"sampling failed: {error}", "internal")
+        rows = [SamplingRow(job.params, job.seed, job.request.token_ids, job.request.num_prompt_tokens, job.stop_ids) for job in jobs]
+        try:
+            tokens: list[SampledToken | Exception] = [*sample(logits, rows)]
+        except Exception:  # one bad row must not take the others with it
+            logger.exception("sampling a batch failed")
+            tokens = [self._sample_alone(logits[index : index + 1], row) for index, row in enumerate(rows)]
+        for job, token in zip(jobs, tokens, strict=True):
+            if isinstance(token, Exception):
+                self._end(job.request.request_id, f"sampling failed: {token}", "internal")
             else:
                 self._emit(job, token)
+
+    def _sample_alone(self, logits: torch.Tensor, row: SamplingRow) -> SampledToken | Exception:
+        try:
+            return sample(logits, [row])[0]
+        except Exception as error:
+            return error
 
     def _emit(self, job: DecodeJob, token: SampledToken) -> None:
         request = job.request

@@ -1,18 +1,20 @@
 """From logits to tokens. Order: logit_bias, allowed_token_ids, min_tokens; repetition, frequency, presence penalties; temperature;
 min-p; top-k; top-p; draw. min-p, top-k and top-p each look at what the steps before left.
 
-Greedy rows take the argmax and never divide by the temperature. A random row draws once from a counter-based generator keyed by
-(seed, sequence index, position), so its token does not depend on the rest of the batch or on the worker.
+The arithmetic is in kernels/sampling.py, defined in integers: a random row draws once from a counter-based generator keyed by (seed,
+sequence index, position), so its token depends neither on the rest of the batch nor on the worker or its device.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from kernels.philox import uniform
+from kernels import sampling
+from kernels.row_parameters import row_parameters
 from shared.messages import TokenLogprobs
 from shared.sampling_params import SamplingParams
 
@@ -26,10 +28,29 @@ class SamplingRow:
     params: SamplingParams
     seed: int
     """The request's seed, or the one drawn for it when it gave none."""
-    prompt_token_ids: list[int]
-    output_token_ids: list[int]
+    token_ids: Sequence[int]
+    """Prompt, then output; the request's own list, not a copy."""
+    num_prompt_tokens: int
     stop_ids: frozenset[int]
     """Ids that would end the request; suppressed until min_tokens are out."""
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def suppressed_ids(self) -> frozenset[int]:
+        return self.stop_ids if self.num_output_tokens < self.params.min_tokens else frozenset()
+
+    @property
+    def is_penalised(self) -> bool:
+        params = self.params
+        return params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
+
+    def kernel_parameters(self) -> list[int]:
+        params = self.params
+        filters = (params.temperature, params.top_k, params.top_p, params.min_p)
+        return row_parameters(*filters, self.seed, params.sequence_index, self.num_output_tokens)
 
 
 @dataclass(frozen=True)
@@ -39,100 +60,87 @@ class SampledToken:
 
 
 @torch.inference_mode()
-def sample(logits: torch.Tensor, rows: list[SamplingRow]) -> list[SampledToken]:
-    """logits: fp32 [len(rows), vocab_size]; not changed."""
-    greedy = logits.argmax(-1).tolist()
-    return [_sample_row(logits[i], row, greedy[i]) for i, row in enumerate(rows)]
-
-
-def _sample_row(raw: torch.Tensor, row: SamplingRow, argmax: int) -> SampledToken:
-    adjusted = adjust_logits(raw, row)
-    if not row.params.is_greedy:
-        token_id = _draw(adjusted, row)
-    elif adjusted is raw:
-        token_id = argmax
+def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
+    """logits: [len(rows), vocab_size], on any device; not changed. One wait for the device, at the end."""
+    adjusted = adjust_logits(logits, rows)
+    if all(row.params.is_greedy for row in rows):
+        tokens = sampling.greedy_tokens(adjusted)
     else:
-        token_id = int(adjusted.argmax())
-    num_logprobs = row.params.num_logprobs
-    return SampledToken(token_id, None if num_logprobs is None else token_logprobs(raw, token_id, num_logprobs))
+        tokens = sampling.sample_tokens(adjusted, _tensor([row.kernel_parameters() for row in rows], torch.int64, logits.device))
+    logprobs = _logprobs(logits, rows, tokens)
+    return [SampledToken(token_id, logprobs.get(index)) for index, token_id in enumerate(tokens.tolist())]
 
 
-def adjust_logits(raw: torch.Tensor, row: SamplingRow) -> torch.Tensor:
-    """Bias, masks and penalties on a copy; `raw` itself when none applies."""
-    params = row.params
-    masks_stops = len(row.output_token_ids) < params.min_tokens and row.stop_ids
-    penalises = params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
-    if not (params.logit_bias or params.allowed_token_ids is not None or masks_stops or penalises):
-        return raw
-    logits = raw.clone()
-    for token_id, bias in params.logit_bias.items():
-        logits[token_id] += bias
-    if params.allowed_token_ids is not None:
-        allowed = torch.tensor(params.allowed_token_ids)
-        kept = torch.full_like(logits, NEG_INF)
-        kept[allowed] = logits[allowed]
-        logits = kept
-    if masks_stops:
-        masked = logits.clone()
-        masked[[token_id for token_id in row.stop_ids if 0 <= token_id < len(logits)]] = NEG_INF
-        # allowed_token_ids may name nothing but stops; then the stop is the only answer left.
-        logits = masked if masked.max() > NEG_INF else logits
-    if params.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted(set(row.prompt_token_ids) | set(row.output_token_ids)))
-        values = logits[seen]
-        logits[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
-    if row.output_token_ids and (params.frequency_penalty or params.presence_penalty):
-        counts = Counter(row.output_token_ids)
-        ids = torch.tensor(list(counts))
-        logits[ids] -= params.frequency_penalty * torch.tensor(list(counts.values()), dtype=logits.dtype) + params.presence_penalty
-    return logits.nan_to_num_(nan=NEG_INF, posinf=torch.finfo(logits.dtype).max, neginf=NEG_INF)
+def adjust_logits(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """Bias, masks and penalties on an fp32 copy; `logits` itself when no row has any."""
+    vocab_size, device = logits.shape[1], logits.device
+    biases = [(index, token_id, value) for index, row in enumerate(rows) for token_id, value in _biases(row, vocab_size).items()]
+    masked = [(index, mask) for index, row in enumerate(rows) if (mask := _allowed_mask(row, vocab_size)) is not None]
+    penalised = [index for index, row in enumerate(rows) if row.is_penalised]
+    if not (biases or masked or penalised):
+        return logits
+    logits = logits.to(torch.float32, copy=True)
+    if biases:
+        row_ids, token_ids, values = zip(*biases, strict=True)
+        pairs = _tensor(row_ids, torch.int64, device), _tensor(token_ids, torch.int64, device)
+        sampling.apply_token_bias(logits, *pairs, _tensor(values, torch.float32, device))
+    if masked:
+        masks = torch.from_numpy(np.stack([mask for _, mask in masked])).to(device)
+        sampling.apply_token_mask(logits, _tensor([index for index, _ in masked], torch.int64, device), masks)
+    if penalised:
+        _penalise(logits, rows, penalised)
+    return logits
 
 
-def filtered_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """fp64 probabilities over the vocabulary after temperature, min-p, top-k and top-p, not normalised; 0 = filtered out."""
-    # The maximum is taken off first: a temperature near 0 then sends all others to -inf instead of overflowing.
-    probs = ((logits - logits.max()).double() / params.temperature).softmax(-1)
-    if params.min_p > 0.0:
-        probs = torch.where(probs >= params.min_p * probs.max(), probs, 0.0)
-    if 0 < params.top_k < len(probs):
-        top = probs.topk(params.top_k)
-        probs = torch.zeros_like(probs).scatter_(0, top.indices, top.values)
-    if params.top_p < 1.0:
-        probs = _top_p(probs, params.top_p)
-    return probs
+def _biases(row: SamplingRow, vocab_size: int) -> dict[int, float]:
+    biases = dict(row.params.logit_bias)
+    if row.params.allowed_token_ids is None:  # else the mask takes care of suppressed ids
+        biases |= {token_id: NEG_INF for token_id in row.suppressed_ids if 0 <= token_id < vocab_size}
+    return biases
 
 
-def _top_p(probs: torch.Tensor, top_p: float) -> torch.Tensor:
-    """The smallest set of most likely tokens whose share reaches top_p; at least one."""
-    target = top_p * probs.sum()
-    for num_candidates in (256, 4096, len(probs)):
-        # Most distributions are decided within a few hundred tokens; a full sort is the last resort.
-        top = probs.topk(min(num_candidates, len(probs)))
-        before = top.values.cumsum(0) - top.values
-        if num_candidates >= len(probs) or before[-1] + top.values[-1] >= target:
-            break
-    kept = torch.where(before < target, top.values, 0.0)
-    kept[0] = top.values[0]
-    return torch.zeros_like(probs).scatter_(0, top.indices, kept)
+def _allowed_mask(row: SamplingRow, vocab_size: int) -> np.ndarray[tuple[int], np.dtype[np.int32]] | None:
+    """A bit per token."""
+    if row.params.allowed_token_ids is None:
+        return None
+    # allowed_token_ids may name nothing but stops; then the stop is the only answer left.
+    allowed = set(row.params.allowed_token_ids) - row.suppressed_ids or set(row.params.allowed_token_ids)
+    is_allowed = np.zeros(-(-vocab_size // 32) * 32, dtype=np.bool_)
+    is_allowed[list(allowed)] = True
+    return np.packbits(is_allowed, bitorder="little").view(np.int32)
 
 
-def _draw(logits: torch.Tensor, row: SamplingRow) -> int:
-    cumulative = filtered_probs(logits, row.params).cumsum(0)
-    u = uniform(row.seed, row.params.sequence_index, len(row.output_token_ids))
-    # right=True skips tokens of probability 0, which add nothing to the cumulative sum.
-    index = int(torch.searchsorted(cumulative, cumulative[-1] * u, right=True))
-    # Only logits that are not numbers lead past the end; an id outside the vocabulary must never leave here.
-    return index if index < len(cumulative) else int(logits.nan_to_num(nan=NEG_INF).argmax())
+def _penalise(logits: torch.Tensor, rows: Sequence[SamplingRow], penalised: list[int]) -> None:
+    device = logits.device
+    history = torch.zeros(len(penalised), logits.shape[1], dtype=torch.int32, device=device)
+    slots = torch.full((len(rows),), -1)
+    penalties = torch.ones(len(rows), 3)
+    for slot, index in enumerate(penalised):
+        row, params = rows[index], rows[index].params
+        slots[index] = slot
+        penalties[index] = torch.tensor([params.repetition_penalty, params.frequency_penalty, params.presence_penalty])
+        token_ids = _tensor(row.token_ids, torch.int64, device)
+        for part, is_prompt in ((token_ids[: row.num_prompt_tokens], True), (token_ids[row.num_prompt_tokens :], False)):
+            sampling.record_tokens(history, torch.full_like(part, slot), part, is_prompt)
+    sampling.apply_penalties(logits, history, slots.to(device), penalties.to(device))
 
 
-def token_logprobs(raw: torch.Tensor, token_id: int, num_top: int) -> TokenLogprobs:
-    """Raw log-softmax in fp32, before bias, penalties and temperature."""
-    logprobs = raw.float().log_softmax(-1)
-    top = logprobs.topk(min(num_top, len(logprobs)))
-    chosen = logprobs[token_id]
-    return TokenLogprobs(
-        logprob=float(chosen),
-        rank=int((logprobs > chosen).sum()) + 1,
-        top_token_ids=tuple(top.indices.tolist()),
-        top_logprobs=tuple(top.values.tolist()),
-    )
+def _logprobs(logits: torch.Tensor, rows: Sequence[SamplingRow], tokens: torch.Tensor) -> dict[int, TokenLogprobs]:
+    """By row, for the rows that ask: raw log-softmax in fp32, before bias, penalties and temperature."""
+    asked = {index: row.params.num_logprobs for index, row in enumerate(rows) if row.params.num_logprobs is not None}
+    if not asked:
+        return {}
+    row_ids = _tensor(list(asked), torch.int64, logits.device)
+    num_top = min(max(asked.values()), logits.shape[1])
+    results = sampling.token_logprobs(logits, row_ids, tokens[row_ids], num_top)
+    answers = zip(asked.items(), *(result.tolist() for result in results), strict=True)
+    return {
+        index: TokenLogprobs(logprob=logprob, rank=rank, top_token_ids=tuple(top_ids[:num]), top_logprobs=tuple(top_logprobs[:num]))
+        for (index, num), logprob, rank, top_ids, top_logprobs in answers
+    }
+
+
+def _tensor(values: Sequence[object], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Copied without waiting for the device."""
+    tensor = torch.tensor(values, dtype=dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from shared.engine.sampler import SamplingRow, filtered_probs, sample
+from kernels import reference
+from shared.engine.sampler import SamplingRow, sample
 from shared.sampling_params import SamplingParams
 
 VOCAB = 500
@@ -20,7 +21,8 @@ def logits_of(seed: int = 0) -> torch.Tensor:
 def row(
     output: list[int] | None = None, prompt: list[int] | None = None, seed: int = 1, stops: tuple[int, ...] = (), **params: Any
 ) -> SamplingRow:
-    return SamplingRow(SamplingParams(**params), seed, prompt or [], output or [], frozenset(stops))
+    prompt, output = prompt or [], output or []
+    return SamplingRow(SamplingParams(**params), seed, prompt + output, len(prompt), frozenset(stops))
 
 
 def draw(logits: torch.Tensor, **kwargs: Any) -> int:
@@ -28,7 +30,8 @@ def draw(logits: torch.Tensor, **kwargs: Any) -> int:
 
 
 def kept(logits: torch.Tensor, **params: Any) -> set[int]:
-    return set(filtered_probs(logits, SamplingParams(**params)).nonzero().flatten().tolist())
+    weights = reference.kept_weights(logits[None], torch.tensor([row(**params).kernel_parameters()]))
+    return set(weights[0].nonzero().flatten().tolist())
 
 
 def sorted_definition(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> set[int]:
@@ -86,11 +89,10 @@ def test_top_k_off_values_equal_no_top_k() -> None:
 
 def test_draws_follow_the_distribution() -> None:
     logits = torch.tensor([1.0, 0.0, -1.0, 2.0])
-    params = SamplingParams(temperature=0.7)
-    counts = torch.zeros(4)
     num_draws = 4000
-    for position in range(num_draws):
-        counts[sample(logits[None], [SamplingRow(params, 9, [], [0] * position, frozenset())])[0].token_id] += 1
+    rows = [row(temperature=0.7, seed=9, output=[0] * position) for position in range(num_draws)]
+    draws = torch.tensor([token.token_id for token in sample(logits.expand(num_draws, -1), rows)])
+    counts = torch.bincount(draws, minlength=4)
     expected = (logits / 0.7).softmax(-1) * num_draws
     assert float(((counts - expected) ** 2 / expected).sum()) < 16.3  # chi-square, 3 degrees of freedom, p = 0.001
 
@@ -144,6 +146,34 @@ def test_logprobs_are_raw_and_ranked() -> None:
     assert sampled.logprobs.logprob == pytest.approx(float(raw[11]), abs=1e-6)
     assert sampled.logprobs.rank == int((raw > raw[11]).sum()) + 1
     assert list(sampled.logprobs.top_token_ids) == raw.topk(3).indices.tolist()
+
+
+def test_each_row_gets_the_logprobs_it_asks_for() -> None:
+    logits = torch.stack([logits_of(i) for i in range(4)])
+    asked = [None, 0, 5, 2]
+    sampled = sample(logits, [row(temperature=1.0, num_logprobs=num, seed=i) for i, num in enumerate(asked)])
+    assert sampled[0].logprobs is None
+    for i, num in enumerate(asked[1:], start=1):
+        logprobs = sampled[i].logprobs
+        assert logprobs is not None and len(logprobs.top_token_ids) == len(logprobs.top_logprobs) == num
+        assert logprobs.logprob == pytest.approx(float(logits[i].log_softmax(-1)[sampled[i].token_id]), abs=1e-6)
+
+
+def test_adjustments_of_one_row_leave_the_others_alone() -> None:
+    logits = torch.stack([logits_of(i) for i in range(5)])
+    plain = logits.argmax(-1).tolist()
+    rows = [
+        row(temperature=0.0),
+        row(temperature=0.0, logit_bias={7: 100.0}),
+        row(temperature=0.0, allowed_token_ids=(4, 9)),
+        row(temperature=0.0, prompt=[plain[3]], repetition_penalty=100.0),
+        row(temperature=0.0, stops=(plain[4],), min_tokens=1),
+    ]
+    tokens = [token.token_id for token in sample(logits, rows)]
+    assert tokens[:2] == [plain[0], 7]
+    assert tokens[2] == max((4, 9), key=lambda i: float(logits[2, i]))
+    assert tokens[3] != plain[3] and tokens[4] != plain[4]
+    assert tokens == [sample(logits[i : i + 1], rows[i : i + 1])[0].token_id for i in range(5)]
 
 
 def test_logits_are_left_as_they_were() -> None:
