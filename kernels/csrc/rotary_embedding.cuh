@@ -44,8 +44,9 @@ template <typename T, int KIND, int N> __global__ void rotate(Tokens tokens, Cac
 #pragma unroll
             for (int j = 0; j < N; j++) {
                 const float a = to_float(low.items[j]), b = to_float(high.items[j]), c = cos.items[j], s = sin.items[j];
-                low.items[j] = from_float<T>(a * c - b * s);
-                high.items[j] = from_float<T>(b * c + a * s);
+                // Spelled out: contracted differently in two instantiations, fused and plain results would differ.
+                low.items[j] = from_float<T>(__fmaf_rn(a, c, -__fmul_rn(b, s)));
+                high.items[j] = from_float<T>(__fmaf_rn(b, c, __fmul_rn(a, s)));
             }
             *(Pack<T, N>*)(row + first) = low;
             *(Pack<T, N>*)(row + half + first) = high;
