@@ -14,7 +14,7 @@ from attention_cases import AttentionBatch, AttentionCase, assert_close
 
 from kernels import reference
 from kernels.build import KernelError, build, cache_folder, device_arch
-from kernels.paged_attention import library, paged_attention, paged_attention_v1, paged_attention_v2
+from kernels.paged_attention import PagedAttentionPlan, library, paged_attention, paged_attention_v1, paged_attention_v2
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")]
 
@@ -25,8 +25,8 @@ HEAD_DIMS = (32, 64, 80, 96, 112, 120, 128, 192, 256)
 AWKWARD = (0, 1, 15, 16, 17, 511, 512, 513, 8191, 8193)
 SHORT = (0, 1, 15, 16, 17, 33, 130, 600)
 KV_CACHE_DTYPE = {None: "auto", E4M3: "fp8_e4m3", E5M2: "fp8_e5m2"}
-ROUTES = ("v1 classic", "v1 engine", "v2 classic", "v2 engine", "auto")
-ENGINE_ROUTES = ("v1 engine", "v2 engine", "auto")
+ROUTES = ("v1 classic", "v1 engine", "v2 classic", "v2 engine", "auto classic", "auto engine")
+ENGINE_ROUTES = ("v1 engine", "v2 engine", "auto engine")
 DTYPES = [*((d, FP16) for d in HEAD_DIMS), (64, BF16), (128, BF16)]
 FP8_DTYPES = [
     (E4M3, 64, FP16),
@@ -63,15 +63,15 @@ def call(batch: AttentionBatch, route: str, *, lens: torch.Tensor | None = None,
     v_scale = case.v_scale if v_scale is None else v_scale
     options = {"sliding_window": case.sliding_window, "soft_cap": case.soft_cap}
     batch.out.fill_(float("nan"))
-    if route == "auto":
-        return paged_attention(
-            batch.query, batch.key_cache, batch.value_cache, batch.block_tables, seq_lens, max_seq_len, batch.scale,
-            alibi_slopes=batch.alibi_slopes, k_scale=k_scale, v_scale=v_scale, out=batch.out, **options,
-        )  # fmt: skip
     version, layout = route.split()
     caches = (batch.key_cache, batch.value_cache)
     if layout == "classic":
         caches = reference.to_classic_layout(*caches)
+    if version == "auto":
+        return paged_attention(
+            batch.query, *caches, batch.block_tables, seq_lens, max_seq_len, batch.scale,
+            alibi_slopes=batch.alibi_slopes, k_scale=k_scale, v_scale=v_scale, out=batch.out, **options,
+        )  # fmt: skip
     if as_bytes:
         caches = (caches[0].view(torch.uint8), caches[1].view(torch.uint8))
     tail = (
@@ -147,7 +147,7 @@ def test_d10_fp8_cache_and_its_scales(cache_dtype: torch.dtype, head_dim: int, d
         assert not torch.allclose(call(batch, route, v_scale=1.0), before, atol=1e-2), route
         on_gpu = [torch.tensor([value], device="cuda") for value in (0.25, 0.5)]
         assert torch.equal(call(batch, route, k_scale=on_gpu[0], v_scale=on_gpu[1]), before), route
-        if route != "auto":
+        if not route.startswith("auto"):
             assert torch.equal(call(batch, route, as_bytes=True), before), route
 
 
@@ -191,7 +191,7 @@ def test_many_sequences_of_all_lengths() -> None:
 def test_d06_a_long_context_works_or_is_refused_in_words(length: int) -> None:
     batch = AttentionBatch(decode((length, 5), 8, 2, 128, dtype=BF16), "cuda")
     expected = batch.expected()
-    for route in ("v2 classic", "v2 engine", "auto"):
+    for route in ("v2 classic", "v2 engine", "auto engine"):
         assert_close(call(batch, route), expected, BF16)
     for route in ("v1 classic", "v1 engine"):
         try:
@@ -251,6 +251,23 @@ def test_a_captured_graph_follows_new_lengths(num_seqs: int, route: str) -> None
         batch.out.fill_(float("nan"))
         graph.replay()
         assert_close(batch.out, batch.expected(), BF16)
+
+
+@pytest.mark.parametrize("partition_size", [None, 64, 192, 1024])
+def test_a_plan_serves_every_layer_and_new_lengths(partition_size: int | None) -> None:
+    layers = [AttentionBatch(decode((2000,) * 6, 8, 2, 128, dtype=BF16), "cuda") for _ in range(2)]
+    layers[1].key_cache.neg_()
+    first = layers[0]
+    lens = first.tensor(first.seq_lens)
+    plan = PagedAttentionPlan(
+        first.query, first.key_cache, first.value_cache, first.block_tables, lens, 2000, first.scale, partition_size=partition_size
+    )
+    for seq_lens in ([2000] * 6, [0, 1, 63, 64, 65, 1999]):
+        lens.copy_(first.tensor(seq_lens))
+        for layer in layers:
+            layer.seq_lens = seq_lens
+            out = torch.full(layer.query.shape, float("nan"), dtype=BF16, device="cuda")
+            assert_close(plan.run(layer.query, layer.key_cache, layer.value_cache, out), layer.expected(), BF16)
 
 
 def test_results_are_the_same_every_time() -> None:
