@@ -86,7 +86,7 @@ def _attend(
 # What changes from step to step must not be compiled in: a server would stop for seconds at the first batch of 16 sequences.
 @triton.jit(
     do_not_specialize=["num_seqs", "num_tiles", "num_splits", "window", "stride_split", "stride_table"],
-    do_not_specialize_on_alignment=["maxima_ptr", "totals_ptr", "table_ptr", "query_start_ptr", "seq_lens_ptr"],
+    do_not_specialize_on_alignment=["maxima_ptr", "totals_ptr", "table_ptr", "query_start_ptr", "seq_lens_ptr", "slopes_ptr"],
 )
 def _flash_attention_kernel(
     out_ptr, partial_ptr, maxima_ptr, totals_ptr, query_ptr, key_ptr, value_ptr, table_ptr, query_start_ptr, seq_lens_ptr, slopes_ptr,

@@ -129,7 +129,7 @@ def paged_attention(
 
 def _sequence(cache: torch.Tensor, blocks: torch.Tensor, seq_len: int) -> torch.Tensor:
     """One sequence of a cache as [seq_len, num_kv_heads, head_dim]. FP8 goes through its bytes: torch does not index it everywhere."""
-    gathered = cache.view(torch.uint8)[blocks].view(cache.dtype) if cache.itemsize == 1 else cache[blocks]
+    gathered = cache.view(torch.uint8)[blocks].view(cache.dtype).float() if cache.itemsize == 1 else cache[blocks]
     return gathered.transpose(1, 2).flatten(0, 1)[:seq_len]
 
 
