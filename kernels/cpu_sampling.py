@@ -1,13 +1,15 @@
 """Sampling on the CPU: the draws of kernels/reference.py without sorting the vocabulary.
 
-A row's weights are computed only where a filter needs the total or no filter makes the row short; the rest happens among the most
-likely tokens, which `topk` finds. Rows go one by one: a row fits the cache of a core, a batch does not.
+A row's weights are computed only where a filter needs the total or no filter makes the row short. What a filter keeps is found as on a
+GPU: by the maxima of groups for top-k, by a histogram of weights over levels for top-p. Rows go one by one: a row fits the cache of a
+core, a batch does not. Comparisons and searches are numpy's, which are several times faster than torch's on a CPU.
 """
 
 from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 
 from kernels.philox import random_bits
@@ -18,6 +20,8 @@ NEG_INF = float("-inf")
 _MAX_FLOAT = torch.finfo(torch.float32).max
 _FRACTION = (1 << 23) - 1
 _SEGMENT = 256
+_BUCKET_BITS = 18
+"""Levels have 29 bits: 2048 buckets of 1/32 octave."""
 
 
 def sample_tokens(logits: torch.Tensor, parameters: torch.Tensor) -> torch.Tensor:
@@ -27,79 +31,87 @@ def sample_tokens(logits: torch.Tensor, parameters: torch.Tensor) -> torch.Tenso
     return torch.tensor([_sample_row(row, scale, words) for row, scale, words in rows], dtype=torch.int64)
 
 
-def _sample_row(x: torch.Tensor, scale: float, words: list[int]) -> int:
-    maximum = float(x.amax())
-    if not math.isfinite(maximum):
-        x = x.nan_to_num(NEG_INF, posinf=float("inf"), neginf=NEG_INF)
-        maximum = min(float(x.amax()), _MAX_FLOAT)
-        if maximum == NEG_INF:
-            return 0
-    if scale == 0.0:
-        return int(x.argmax())
-    _, max_level, top_k, share, *keys = words
-    bits = random_bits(*keys)
-    if 0 < top_k < len(x):
-        order = most_likely(x, top_k)
-        weights = _weights(x[order], maximum, scale, max_level)
-        if share < TOP_P_OFF:
-            weights = _nucleus(weights, _share_of(int(weights.sum()), share))
-        return _draw(*_in_index_order(order, weights), bits)
-    weights = _weights(x, maximum, scale, max_level)
-    if share >= TOP_P_OFF:
-        segments = weights[: len(x) // _SEGMENT * _SEGMENT].view(-1, _SEGMENT).sum(-1).cumsum(0)
-        return _draw_from_segments(weights, segments, bits)
-    target = _share_of(int(weights.sum()), share)
-    for num_candidates in (256, 4096, len(x)):
-        order = most_likely(x, min(num_candidates, len(x)))
-        candidates = weights[order]
-        # Most distributions are decided within a few hundred tokens; a full sort is the last resort.
-        if num_candidates >= len(x) or int(candidates.sum()) >= target:
-            break
-    return _draw(*_in_index_order(order, _nucleus(candidates, target)), bits)
+def greedy_tokens(logits: torch.Tensor) -> torch.Tensor:
+    """As `kernels.reference.greedy_tokens`."""
+    return torch.tensor([_argmax(_without_nan(row)) for row in logits.float()], dtype=torch.int64)
 
 
 def token_logprobs(
     logits: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor, num_top: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `kernels.reference.token_logprobs`."""
-    x = logits[rows].float().nan_to_num(NEG_INF, posinf=float("inf"), neginf=NEG_INF)
-    chosen = x.gather(-1, token_ids[:, None])
-    top = torch.stack([most_likely(row, num_top) for row in x]) if num_top and len(rows) else rows.new_empty((len(rows), num_top))
-    logprobs = x.log_softmax(-1)
-    return logprobs.gather(-1, token_ids[:, None])[:, 0], (x > chosen).sum(-1) + 1, top, logprobs.gather(-1, top)
-
-
-def apply_penalties(logits: torch.Tensor, history: torch.Tensor, slots: torch.Tensor, penalties: torch.Tensor) -> None:
-    """As `kernels.reference.apply_penalties`; touches the tokens of the history only."""
-    for row, slot in enumerate(slots.tolist()):
-        if not 0 <= slot < len(history):
-            continue
-        token_ids = history[slot].nonzero().flatten()
-        counts = history[slot][token_ids] & 0x7FFFFFFF
-        repetition, frequency, presence = penalties[row]
-        values = logits[row][token_ids]
-        values = torch.where(values > 0, values / repetition, values * repetition)
-        logits[row][token_ids] = torch.where(counts > 0, values - (frequency * counts.float() + presence), values)
+    logprobs, ranks = torch.empty(len(rows)), torch.empty(len(rows), dtype=torch.int64)
+    top_ids, top_logprobs = torch.empty(len(rows), num_top, dtype=torch.int64), torch.empty(len(rows), num_top)
+    for i, (row, token_id) in enumerate(zip(rows.tolist(), token_ids.tolist(), strict=True)):
+        x = _without_nan(logits[row].float())
+        ranks[i] = int(np.count_nonzero(x.numpy() > x.numpy()[token_id])) + 1
+        if num_top:
+            top_ids[i] = most_likely(x, num_top)
+        x = x.log_softmax(-1)
+        logprobs[i] = x[token_id]
+        top_logprobs[i] = x[top_ids[i]]
+    return logprobs, ranks, top_ids, top_logprobs
 
 
 def most_likely(x: torch.Tensor, count: int) -> torch.Tensor:
     """Indices of the `count` largest, ties by index: the first of a stable descending sort. x holds no NaN."""
-    if count >= len(x):
-        return x.sort(dim=-1, descending=True, stable=True).indices
-    top = x.topk(count)
-    last = top.values[-1]
-    if int((x >= last).sum()) > count:  # topk takes any of the ties at its end
-        above = top.indices[top.values > last]
-        indices = torch.cat((above, (x == last).nonzero().flatten()[: count - len(above)]))
-    else:
-        indices = top.indices
-    indices = indices.sort().values
-    return indices[x[indices].sort(dim=-1, descending=True, stable=True).indices]
+    # At least `count` elements reach the count-th largest maximum of any groups; with enough groups, hardly more do.
+    group_size = next((size for size in (16, 4) if len(x) // size >= 2 * count), None)
+    if group_size is None:
+        return x.sort(dim=-1, descending=True, stable=True).indices[:count]
+    maxima = x[: len(x) // group_size * group_size].view(group_size, -1).amax(0)
+    candidates = _indices_where(x.numpy() >= maxima.topk(count).values[-1].numpy())
+    return candidates[x[candidates].sort(dim=-1, descending=True, stable=True).indices[:count]]
 
 
-def _weights(x: torch.Tensor, maximum: float, scale: float, max_level: int) -> torch.Tensor:
-    """`level_weights(token_levels(x))` where the level is at most max_level, else 0. int64."""
-    levels = torch.sub(maximum, x).mul_(scale).clamp_(0.0, MAX_LEVEL).int()
+def _indices_where(mask: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> torch.Tensor:
+    return torch.from_numpy(np.flatnonzero(mask))
+
+
+def _without_nan(x: torch.Tensor) -> torch.Tensor:
+    return x.nan_to_num(NEG_INF, posinf=float("inf"), neginf=NEG_INF) if math.isnan(float(x.amax())) else x
+
+
+def _argmax(x: torch.Tensor) -> int:
+    """The lowest index of the maximum: in the first segment that has it."""
+    num_segments = len(x) // _SEGMENT
+    if num_segments > 1:
+        first = int(x[: num_segments * _SEGMENT].view(-1, _SEGMENT).amax(-1).argmax()) * _SEGMENT
+        tail = x[num_segments * _SEGMENT :]
+        if not len(tail) or float(tail.amax()) <= float(x[first : first + _SEGMENT].amax()):
+            return first + int(x[first : first + _SEGMENT].argmax())
+    return int(x.argmax())
+
+
+def _sample_row(x: torch.Tensor, scale: float, words: list[int]) -> int:
+    x = _without_nan(x)
+    maximum = min(float(x.amax()), _MAX_FLOAT)
+    if maximum == NEG_INF:
+        return 0
+    if scale == 0.0:
+        return _argmax(x)
+    _, max_level, top_k, share, *keys = words
+    bits = random_bits(*keys)
+    if 0 < top_k < len(x):
+        order = most_likely(x, top_k)
+        weights = _weights(_levels(x[order], maximum, scale), max_level)
+        if share < TOP_P_OFF:
+            weights = _nucleus(weights, _share_of(int(weights.sum()), share))
+        indices, places = order.sort()
+        return int(indices[_draw(weights[places], bits)])
+    levels = _levels(x, maximum, scale)
+    weights = _weights(levels, max_level)
+    if share < TOP_P_OFF:
+        _keep_nucleus(x, levels, weights, share)
+    return _draw(weights, bits)
+
+
+def _levels(x: torch.Tensor, maximum: float, scale: float) -> torch.Tensor:
+    return torch.sub(maximum, x).mul_(scale).clamp_(0.0, MAX_LEVEL).int()
+
+
+def _weights(levels: torch.Tensor, max_level: int) -> torch.Tensor:
+    """`kernels.reference.level_weights` where the level is at most max_level, else 0. int64."""
     # The same numbers as in the reference, made from their bits: 2 - (1 + fraction), then 2^(39 - octaves).
     g = (levels & _FRACTION).bitwise_or_(127 << 23).view(torch.float32).neg_().add_(2.0)
     p = g * EXP2_COEFFICIENTS[0]
@@ -121,23 +133,40 @@ def _nucleus(weights: torch.Tensor, target: int) -> torch.Tensor:
     return weights.where(weights.cumsum(0) - weights < target, 0)
 
 
-def _in_index_order(order: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    indices, places = order.sort()
-    return indices, weights[places]
+def _keep_nucleus(x: torch.Tensor, levels: torch.Tensor, weights: torch.Tensor, share: int) -> None:
+    """Zero, in place, the weights of a whole row that top-p drops: only the bucket in which the target is reached needs an order."""
+    buckets = levels >> _BUCKET_BITS
+    sums = torch.zeros(1 << 29 - _BUCKET_BITS, dtype=torch.int64).scatter_add_(0, buckets.long(), weights).cumsum(0)
+    target = _share_of(int(sums[-1]), share)
+    boundary = int(torch.searchsorted(sums, target))
+    members = _indices_where(buckets.numpy() == boundary)
+    members = members[x[members].sort(dim=-1, descending=True, stable=True).indices]
+    kept = _nucleus(weights[members], target - int(sums[boundary - 1]) if boundary else target)
+    weights.numpy()[buckets.numpy() > boundary] = 0
+    weights[members] = kept
 
 
-def _draw(indices: torch.Tensor, weights: torch.Tensor, bits: int) -> int:
-    cumulative = weights.cumsum(0)
-    return int(indices[torch.searchsorted(cumulative, bits * int(cumulative[-1]) >> 64, right=True)])
-
-
-def _draw_from_segments(weights: torch.Tensor, segments: torch.Tensor, bits: int) -> int:
-    """segments: inclusive sums over whole segments; what is left of the row follows them."""
-    tail = weights[len(segments) * _SEGMENT :]
-    before_tail = int(segments[-1]) if len(segments) else 0
-    threshold = bits * (before_tail + int(tail.sum())) >> 64
+def _draw(weights: torch.Tensor, bits: int) -> int:
+    """The first index whose cumulative weight exceeds bits / 2^64 of the total; found by segments, since a cumulative sum is slow."""
+    num_segments = len(weights) // _SEGMENT
+    segments = weights[: num_segments * _SEGMENT].view(-1, _SEGMENT).sum(-1).cumsum(0)
+    before_tail = int(segments[-1]) if num_segments else 0
+    threshold = bits * (before_tail + int(weights[num_segments * _SEGMENT :].sum())) >> 64
     segment = int(torch.searchsorted(segments, threshold, right=True))
     if segment > 0:
         threshold -= int(segments[segment - 1])
     first = segment * _SEGMENT
     return first + int(torch.searchsorted(weights[first : first + _SEGMENT].cumsum(0), threshold, right=True))
+
+
+def apply_penalties(logits: torch.Tensor, history: torch.Tensor, slots: torch.Tensor, penalties: torch.Tensor) -> None:
+    """As `kernels.reference.apply_penalties`; touches the tokens of the history only."""
+    for row, slot in enumerate(slots.tolist()):
+        if not 0 <= slot < len(history):
+            continue
+        token_ids = _indices_where(history[slot].numpy() != 0)
+        counts = history[slot][token_ids] & 0x7FFFFFFF
+        repetition, frequency, presence = penalties[row]
+        values = logits[row][token_ids]
+        values = torch.where(values > 0, values / repetition, values * repetition)
+        logits[row][token_ids] = torch.where(counts > 0, values - (frequency * counts.float() + presence), values)

@@ -236,7 +236,7 @@ def _empty_tokens(logits: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
 LIBRARY.impl("sample_tokens", cpu_sampling.sample_tokens, "CPU")
 LIBRARY.impl("sample_tokens", _sample_tokens_cuda, "CUDA")
 LIBRARY.impl("sample_tokens", _empty_tokens, "Meta")
-LIBRARY.impl("greedy_tokens", reference.greedy_tokens, "CPU")
+LIBRARY.impl("greedy_tokens", cpu_sampling.greedy_tokens, "CPU")
 LIBRARY.impl("greedy_tokens", _greedy_tokens_cuda, "CUDA")
 LIBRARY.impl("greedy_tokens", _empty_tokens, "Meta")
 LIBRARY.impl("token_logprobs", cpu_sampling.token_logprobs, "CPU")

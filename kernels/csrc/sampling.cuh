@@ -170,13 +170,14 @@ template <typename T, typename Visit>
 __device__ inline void visit_stride(const Row<T>& row, int begin, Visit visit) {
     const int first = begin + (int)(threadIdx.x % 32) * 4;
     float4 x[4];
+    if (row.is_aligned && begin + kStride <= row.size) {  // one branch for the warp, so that all loads are on their way together
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-        const int index = first + j * 128;
-        if (row.is_aligned && index + 4 <= row.size) {
-            x[j] = load4(row.data + index);
-        } else {
-            const float nan = __uint_as_float(0x7fc00000u);
+        for (int j = 0; j < 4; ++j) x[j] = load4(row.data + first + j * 128);
+    } else {
+        const float nan = __uint_as_float(0x7fc00000u);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const int index = first + j * 128;
             x[j].x = index + 0 < row.size ? to_float(row.data[index + 0]) : nan;
             x[j].y = index + 1 < row.size ? to_float(row.data[index + 1]) : nan;
             x[j].z = index + 2 < row.size ? to_float(row.data[index + 2]) : nan;
@@ -299,14 +300,24 @@ __device__ inline void sort_candidates(Shared& shared, int count) {
 __device__ inline uint64_t candidate_of(float x, int index) { return (uint64_t)~key_of(x) << 32 | (uint32_t)index; }
 __device__ inline float logit_of_order(uint32_t order) { return logit_of(~order); }
 
-// Logits of the slice that are >= threshold, all of them when it is -infinity; num_candidates goes past the capacity if they are too many.
-__device__ inline void collect(Shared& shared, float x, int index, int size, float threshold) {
-    const bool takes_all = threshold == __uint_as_float(0xff800000u);
-    if ((x >= threshold || takes_all) && index < size && *(volatile uint32_t*)&shared.num_candidates <= kCapacity) {
-        const uint32_t place = atomicAdd(&shared.num_candidates, 1u);
-        if (place < kCapacity) shared.candidates[place] = candidate_of(x, index);
+// Takes the logits that are >= threshold, all of them when it is -infinity. num_candidates goes past the capacity if they are too many;
+// is_full then keeps a thread from counting further.
+struct Collector {
+    float threshold;
+    bool is_full = false;
+
+    __device__ void offer(Shared& shared, float x, int index, int size) {
+        const bool takes_all = threshold == __uint_as_float(0xff800000u);
+        if ((x >= threshold || takes_all) && index < size && !is_full) {
+            const uint32_t place = atomicAdd(&shared.num_candidates, 1u);
+            if (place < kCapacity) {
+                shared.candidates[place] = candidate_of(x, index);
+            } else {
+                is_full = true;
+            }
+        }
     }
-}
+};
 
 // segment_sums holds the sum of value(index, logit) of every segment: the first index whose inclusive sum reaches `amount`.
 template <typename T, typename Value>
@@ -573,14 +584,15 @@ __global__ void __launch_bounds__(kThreads, 2)
         const uint32_t level = level_of(x, maximum, parameters.scale);
         return level <= parameters.max_level ? weight_of(level) : 0;
     };
+    Collector collector{threshold};
     uint64_t slice_weight = 0;
     if (!is_empty && adds_up) {
         slice_weight = sum_segments(shared, row, first, last, [&](int index, float x) -> uint64_t {
-            if (collects) collect(shared, x, index, size, threshold);
+            if (collects) collector.offer(shared, x, index, size);
             return weight(index, x);
         });
     } else if (!is_empty && collects) {
-        visit_segments(row, first, last, [&](int index, int, float x) { collect(shared, x, index, size, threshold); });
+        visit_segments(row, first, last, [&](int index, int, float x) { collector.offer(shared, x, index, size); });
     }
     if (threadIdx.x == 0) shared.found_weight = slice_weight;
     cluster.sync();
@@ -679,10 +691,11 @@ __global__ void __launch_bounds__(kThreads, 2)
     const float threshold = num_top > 0 ? logit_of(kth_largest(shared, keys, num_top)) : lowest;
     if (threadIdx.x == 0) shared.num_candidates = 0;
     __syncthreads();
+    Collector collector{threshold};
     float sum = 0.0f;
     visit_segments(row, 0, num_segments, [&](int index, int, float x) {
         sum += x == x ? expf(x - maximum) : 0.0f;
-        if (num_top > 0) collect(shared, x, index, size, threshold);
+        if (num_top > 0) collector.offer(shared, x, index, size);
     });
     for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(kFull, sum, offset);
     rank = __reduce_add_sync(kFull, rank);
@@ -711,8 +724,9 @@ __global__ void __launch_bounds__(kThreads, 2)
         __syncthreads();
         if (threadIdx.x == 0) shared.num_candidates = 0;
         __syncthreads();
+        collector = Collector{lowest};
         visit_segments(row, 0, num_segments, [&](int index, int, float x) {
-            if (boundary.keeps(level_of(x, maximum, scale), ~key_of(x), index)) collect(shared, x, index, size, lowest);
+            if (boundary.keeps(level_of(x, maximum, scale), ~key_of(x), index)) collector.offer(shared, x, index, size);
         });
         __syncthreads();
     }

@@ -65,6 +65,14 @@ def test_the_cpu_path_draws_what_the_reference_draws(vocab_size: int, kind: str)
     assert torch.equal(sampling.sample_tokens(logits, parameters), reference.sample_tokens(logits, parameters))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_on_the_cpu_takes_the_lowest_index_of_the_maximum(kind: str) -> None:
+    for vocab_size in AWKWARD_SIZES:
+        logits = make_logits(kind, 4, vocab_size)
+        assert torch.equal(sampling.greedy_tokens(logits), reference.greedy_tokens(logits))
+    assert int(sampling.greedy_tokens(torch.cat((torch.zeros(1, 600), torch.ones(1, 20)), 1))) == 600
+
+
 def test_the_cpu_path_draws_what_the_reference_draws_at_a_large_vocabulary() -> None:
     logits, parameters = make_logits("normal", 12, 128256), make_parameters(12, seed=3)
     assert torch.equal(sampling.sample_tokens(logits, parameters), reference.sample_tokens(logits, parameters))
