@@ -37,23 +37,21 @@ struct Parameters {
     uint32_t top_p31;  // in 2^-31; 2^31: off
     uint64_t seed, sequence_index, position;
 
-    __device__ Parameters(const int64_t* words, int size)
-        : scale(__uint_as_float((uint32_t)words[0])),
-          max_level((uint32_t)words[1]),
-          top_k(words[2] > 0 && words[2] < size ? (uint32_t)words[2] : 0),
-          top_p31((uint32_t)words[3]),
-          seed((uint64_t)words[4]),
-          sequence_index((uint64_t)words[5]),
-          position((uint64_t)words[6]) {
-        if (scale == 0.0f) {
-            scale = 1.0f;
-            max_level = kFull;
-            top_k = size > 1 ? 1 : 0;
-            top_p31 = 1u << 31;
-        }
-    }
     __device__ bool has_top_p() const { return top_p31 < (1u << 31); }
 };
+
+__device__ inline Parameters read_parameters(const int64_t* words, int size) {
+    Parameters parameters{__uint_as_float((uint32_t)words[0]), (uint32_t)words[1], 0, (uint32_t)words[3],
+                          (uint64_t)words[4], (uint64_t)words[5], (uint64_t)words[6]};
+    if (words[2] > 0 && words[2] < size) parameters.top_k = (uint32_t)words[2];
+    if (parameters.scale == 0.0f) {
+        parameters.scale = 1.0f;
+        parameters.max_level = kFull;
+        parameters.top_k = size > 1 ? 1 : 0;
+        parameters.top_p31 = 1u << 31;
+    }
+    return parameters;
+}
 
 template <typename T>
 struct Row {
@@ -549,7 +547,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     const int num_slices = cluster.num_blocks(), slice = cluster.block_rank();
     const int64_t row_index = blockIdx.x / num_slices;
     const Row<T> row(logits + row_index * row_stride, size, segment_size);
-    const Parameters parameters(parameter_rows + row_index * kNumParameters, size);
+    const Parameters parameters = read_parameters(parameter_rows + row_index * kNumParameters, size);
     const int num_segments = row.num_segments();
     const int first = (int)((int64_t)num_segments * slice / num_slices), last = (int)((int64_t)num_segments * (slice + 1) / num_slices);
     const uint32_t wanted = parameters.top_k ? parameters.top_k : parameters.has_top_p() ? kNucleusCandidates : 0;
