@@ -4,21 +4,26 @@ A library is named by the hash of everything that goes into it (all of csrc, def
 source is a new file and two processes may build side by side. Looked for in kernels/prebuilt first (where the Docker image
 builds ahead of time), then in the cache folder: PAGEWIRE_KERNEL_CACHE, else ~/.cache/pagewire/kernels.
 
-    python -m kernels.build [--arch sm_90a] [--list] [--output DIR]     build what a server may load, ahead of time
+    python -m kernels.build [--arch sm_90a,sm_80] [--cpu x86-64-v3] [--list] [--output DIR]     build what a server may load, ahead of time
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import fcntl
 import functools
 import hashlib
+import importlib
 import importlib.util
 import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,9 +38,12 @@ ARM = ("aarch64", "arm64")
 CPU_TARGETS = {
     "x86-64-v4": "avx512f avx512bw avx512cd avx512dq avx512vl avx2 bmi2 fma f16c",
     "x86-64-v3": "avx2 bmi1 bmi2 fma f16c movbe",
-    "x86-64": "",
 }
 """What images are built for ahead of time, best first, and the flags of /proc/cpuinfo a processor must have to run it."""
+MODULES = (
+    "cpu_attention", "cache_ops", "rms_norm", "rotary_embedding", "silu_and_mul", "paged_attention", "flash_attention_sm90", "sampling",
+)  # fmt: skip
+"""Files of this package that name, in `libraries()`, what a server may load."""
 
 
 class KernelBuildError(RuntimeError):
@@ -160,7 +168,8 @@ def library_name(library: Library, arch: str) -> str:
     else:
         parts += [arch, (SOURCES / library.source).read_text()]
         if arch == "native":
-            parts += [_cpu_name(), _compiler_version(str(find_cxx()))]
+            cxx = find_cxx()
+            parts += [_cpu_name(), _compiler_version(str(cxx)) if cxx else ""]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
     return f"{Path(library.source).stem}-{key}.so"
 
@@ -184,10 +193,10 @@ def build(library: Library, arch: str, folder: Path) -> Path:
         raise KernelBuildError(f"cannot write to {folder} ({error}); set PAGEWIRE_KERNEL_CACHE to a folder that can be written") from None
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if path.is_file():  # another process was faster
-            return path
         unfinished = path.with_suffix(f".{os.getpid()}.tmp")
         try:
+            if path.is_file():  # another process was faster
+                return path
             done = subprocess.run([*command, "-o", str(unfinished)], capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
             if done.returncode != 0:
                 raise KernelBuildError(f"{' '.join(command)} failed:\n{(done.stderr or done.stdout)[-4000:]}")
@@ -233,3 +242,77 @@ def launch(launcher: Callable[..., bytes | None], device: torch.device, *argumen
             launch(launcher, device, *arguments)
         return
     check(launcher(*arguments, torch.cuda.current_stream(device).cuda_stream))
+
+
+# ---- ahead of time --------------------------------------------------------------------------------------------------------
+def _all_libraries() -> Iterator[Library]:
+    for name in MODULES:
+        yield from importlib.import_module(f"kernels.{name}").libraries()
+
+
+def _jobs(cuda_archs: Sequence[str], cpu_targets: Sequence[str]) -> list[tuple[Library, str]]:
+    return [(library, arch) for library in _all_libraries() for arch in (cuda_archs if library.is_cuda else cpu_targets)]
+
+
+def _title(library: Library, arch: str) -> str:
+    return " ".join([library.source, arch, *(f"{name}={value}" for name, value in sorted(library.defines.items()))])
+
+
+def _build_all(jobs: Sequence[tuple[Library, str]], folder: Path) -> list[str]:
+    """A line for each as it ends; returns what failed."""
+    failures = []
+
+    def timed(library: Library, arch: str) -> tuple[Path, float]:
+        start_s = time.monotonic()
+        return build(library, arch, folder), time.monotonic() - start_s
+
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        running = {pool.submit(timed, *job): job for job in jobs}
+        for number, done in enumerate(as_completed(running), 1):
+            title = _title(*running[done])
+            try:
+                path, seconds = done.result()
+            except KernelBuildError as error:
+                failures.append(title)
+                print(f"[{number}/{len(jobs)}] {title}: failed\n{error}", file=sys.stderr, flush=True)
+            else:
+                print(f"[{number}/{len(jobs)}] {title}: {path.name}, {path.stat().st_size >> 10} KiB, {seconds:.1f} s", flush=True)
+    return failures
+
+
+def _targets(text: str | None, default: Sequence[str]) -> list[str]:
+    return list(default) if text is None else [name for name in text.split(",") if name not in ("", "none")]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command. Exit code 0: all is built; 1: something failed, its message is on stderr; 2: bad arguments."""
+    parser = argparse.ArgumentParser(prog="python -m kernels.build", description="Build what a server may load, ahead of time.")
+    parser.add_argument("--arch", help="CUDA targets such as sm_90a,sm_80, or none; default: this machine's GPU, none without nvcc")
+    parser.add_argument(
+        "--cpu", help=f"C++ targets ({', '.join(CPU_TARGETS)}, armv8-a, native), all, or none; default: this machine's best"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=PREBUILT, help="folder for the libraries (default: kernels/prebuilt, where they are found)"
+    )
+    parser.add_argument("--list", action="store_true", help="say what would be built and whether it is there, and build nothing")
+    options = parser.parse_args(arguments)
+    runnable = cpu_targets()[:1] or ["native"]
+    every = ["armv8-a"] if platform.machine() in ARM else list(CPU_TARGETS)
+    cpu = every if options.cpu == "all" else _targets(options.cpu, runnable)
+    jobs = _jobs(_targets(options.arch, [device_arch()] if find_nvcc() else []), cpu)
+    if options.list:
+        for library, arch in jobs:
+            name = library_name(library, arch)
+            print(f"{_title(library, arch)}: {name}, {'there' if (options.output / name).is_file() else 'missing'}")
+        return 0
+    failures = _build_all(jobs, options.output)
+    if failures:
+        print(f"{len(failures)} of {len(jobs)} failed: {', '.join(failures)}", file=sys.stderr)
+        return 1
+    print(f"{len(jobs)} libraries in {options.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    # Under its package's name, so that there is one KernelBuildError and one Library.
+    sys.exit(importlib.import_module("kernels.build").main())
