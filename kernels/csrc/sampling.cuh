@@ -4,9 +4,9 @@
 // a token is less likely than the best one. Its weight is floor(2^40 * 2^(-level / 2^23)) by a polynomial whose every step is rounded once.
 // Tokens are ordered by (logit descending, index ascending); each filter keeps a prefix of that order, so what is kept is a Boundary.
 //
-// A cluster of blocks shares a row. Each block reads its slice twice: for the maxima of 2048 groups, whose k-th largest is a lower bound of the
-// k-th largest logit, then to collect the few logits above that bound and, where a filter needs the total, to add up weights. The first
-// block sorts the candidates and draws. What that cannot decide (large k, flat rows, many ties) goes through radix passes over the row.
+// A cluster of blocks shares a row. Each block reads its slice for the maxima of 2048 groups, whose k-th largest is a lower bound of the k-th
+// largest logit; then again to collect the few logits above that bound, where their segments are, and to add up weights, where a filter
+// needs the total. The first block sorts the candidates and draws. What that cannot decide (large k, flat rows, many ties) goes through radix passes over the row.
 #pragma once
 #include <cooperative_groups.h>
 #include <cuda_bf16.h>
@@ -530,12 +530,21 @@ __device__ inline int draw_from_candidates(Shared& shared, const Parameters& par
     return (int)shared.found_amount;
 }
 
-// Keys of the maxima of 4 groups a thread, over segments [first, last).
+// Keys of the maxima of 4 groups a thread, over segments [first, last); segment_sums gets the key of each segment's maximum.
 template <typename T>
-__device__ inline void group_maxima(const Row<T>& row, int first, int last, uint32_t (&keys)[4]) {
+__device__ inline void group_maxima(Shared& shared, const Row<T>& row, int first, int last, uint32_t (&keys)[4]) {
     const float lowest = __uint_as_float(0xff800000u);
     float maxima[4] = {lowest, lowest, lowest, lowest};
-    visit_segments(row, first, last, [&](int, int component, float x) { maxima[component] = fmaxf(maxima[component], x); });
+    for (int segment = first + (int)(threadIdx.x / 32); segment < last; segment += kWarps) {
+        const int begin = segment * row.segment_size;
+        float tops[4] = {lowest, lowest, lowest, lowest};
+        for (int offset = 0; offset < row.segment_size; offset += kStride) {
+            visit_stride(row, begin + offset, [&](int, int component, float x) { tops[component] = fmaxf(tops[component], x); });
+        }
+        for (int i = 0; i < 4; ++i) maxima[i] = fmaxf(maxima[i], tops[i]);
+        const uint32_t top = __reduce_max_sync(kFull, key_of(fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3]))));
+        if (threadIdx.x % 32 == 0) shared.segment_sums[segment] = top;
+    }
     for (int i = 0; i < 4; ++i) keys[i] = key_of(maxima[i]);
 }
 
@@ -555,7 +564,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     const bool adds_up = parameters.top_k == 0;
 
     uint32_t keys[4];
-    group_maxima(row, first, last, keys);
+    group_maxima(shared, row, first, last, keys);
     const uint32_t top = block_max(shared, max(max(keys[0], keys[1]), max(keys[2], keys[3])));
     // A bound that at least a slice's share exceeds in every slice is one that `wanted` exceed in the row.
     const uint32_t bound = collects ? kth_largest(shared, keys, (wanted + num_slices - 1) / num_slices) : 0;
@@ -590,7 +599,13 @@ __global__ void __launch_bounds__(kThreads, 2)
             return weight(index, x);
         });
     } else if (!is_empty && collects) {
-        visit_segments(row, first, last, [&](int index, int, float x) { collector.offer(shared, x, index, size); });
+        for (int segment = first + (int)(threadIdx.x / 32); segment < last; segment += kWarps) {
+            if (shared.segment_sums[segment] < row_threshold) continue;  // most segments: they need not be read again
+            for (int offset = 0; offset < segment_size; offset += kStride) {
+                visit_stride(row, segment * segment_size + offset,
+                             [&](int index, int, float x) { collector.offer(shared, x, index, size); });
+            }
+        }
     }
     if (threadIdx.x == 0) shared.found_weight = slice_weight;
     cluster.sync();
