@@ -36,7 +36,7 @@ class Check:
 
 def run_checks(model: str, port: int) -> list[Check]:
     checks: list[Callable[[], Check]] = [
-        _python, _torch, _gpu, _redis, lambda: _port(port), _shared_memory, _memory, lambda: _model(model),
+        _python, _torch, _gpu, _compilers, _redis, lambda: _port(port), _shared_memory, _memory, lambda: _model(model),
     ]  # fmt: skip
     return [check() for check in checks]
 
@@ -81,6 +81,20 @@ def _gpu() -> Check:
     if not torch.cuda.is_available():
         return Check("gpu", "ok", "none: the engines run on the CPU")
     return Check("gpu", "ok", ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())))
+
+
+def _compilers() -> Check:
+    """What builds the kernels: C++ for attention on the CPU, nvcc for everything on a GPU."""
+    from kernels.build import PREBUILT, find_cxx, find_nvcc
+
+    prebuilt = [name for name in ("cpu_attention", "paged_attention") if any(PREBUILT.glob(f"{name}-*.so"))]
+    if prebuilt:
+        return Check("kernels", "ok", f"built ahead of time: {', '.join(prebuilt)}")
+    cxx, nvcc = find_cxx(), find_nvcc()
+    found = ", ".join(path.name for path in (cxx, nvcc) if path is not None) or "no compiler"
+    if cxx is None:
+        return Check("kernels", "warn", found, "attention on the CPU falls back to torch, which is slower: install g++ or clang++")
+    return Check("kernels", "ok", f"{found} (kernels are built at the first start and kept)")
 
 
 def _redis() -> Check:

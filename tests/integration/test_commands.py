@@ -49,7 +49,7 @@ def test_doctor_finds_this_machine_fit() -> None:
     done = pagewire("doctor", "--json", "--port", str(free_port()))
     checks = {check["name"]: check for check in map(json.loads, done.stdout.splitlines())}
     assert done.returncode == 0, done.stdout
-    assert set(checks) == {"python", "torch", "gpu", "redis", "port", "shared memory", "memory", "model"}
+    assert set(checks) == {"python", "torch", "gpu", "kernels", "redis", "port", "shared memory", "memory", "model"}
     assert "redis" in pagewire("doctor", "--port", str(free_port())).stdout
 
 
