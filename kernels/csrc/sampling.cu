@@ -13,7 +13,10 @@ int segment_size_of(int size) {
 
 // As many blocks a row as fill the device with `resident` blocks, while each still has a few segments to read.
 int num_slices_of(int64_t num_rows, int size, int resident) {
-    int num_slices = kMaxSlices;
+    int device = 0, has_clusters = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&has_clusters, cudaDevAttrClusterLaunch, device);
+    int num_slices = has_clusters ? kMaxSlices : 1;
     while (num_slices > 1 && (num_rows * num_slices > resident || size < num_slices * 4 * kStride)) num_slices /= 2;
     return num_slices;
 }
@@ -29,7 +32,7 @@ const char* launch_clusters(void (*kernel)(Parameters...), int64_t num_rows, int
     cluster.val.clusterDim.x = (unsigned)num_slices;
     cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
     config.attrs = &cluster;
-    config.numAttrs = 1;
+    config.numAttrs = num_slices > 1 ? 1 : 0;
     const cudaError_t error = cudaLaunchKernelEx(&config, kernel, arguments...);
     return error == cudaSuccess ? last_error() : cudaGetErrorString(error);
 }

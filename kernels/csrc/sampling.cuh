@@ -92,6 +92,21 @@ struct Shared {
     uint32_t found;
 };
 
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+__device__ inline auto this_cluster() { return cooperative_groups::this_cluster(); }
+#else
+struct SingleBlock {  // before Hopper there are no clusters: a block has a row to itself
+    __device__ unsigned num_blocks() const { return 1; }
+    __device__ unsigned block_rank() const { return 0; }
+    __device__ void sync() const { __syncthreads(); }
+    template <typename Memory>
+    __device__ Memory* map_shared_rank(Memory* memory, int) const {
+        return memory;
+    }
+};
+__device__ inline SingleBlock this_cluster() { return {}; }
+#endif
+
 template <typename Memory>
 __device__ inline Memory& block_memory() {
     __shared__ Memory memory;
@@ -552,7 +567,7 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads, 2)
     sample_kernel(const T* logits, int64_t row_stride, int size, int segment_size, const int64_t* parameter_rows, int64_t* token_ids) {
     Shared& shared = block_memory<Shared>();
-    const auto cluster = cooperative_groups::this_cluster();
+    const auto cluster = this_cluster();
     const int num_slices = cluster.num_blocks(), slice = cluster.block_rank();
     const int64_t row_index = blockIdx.x / num_slices;
     const Row<T> row(logits + row_index * row_stride, size, segment_size);
@@ -650,7 +665,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 template <typename T>
 __global__ void __launch_bounds__(kThreads) greedy_kernel(const T* logits, int64_t row_stride, int size, int segment_size, int64_t* token_ids) {
     uint64_t(&best)[kWarps] = block_memory<uint64_t[kWarps]>();
-    const auto cluster = cooperative_groups::this_cluster();
+    const auto cluster = this_cluster();
     const int num_slices = cluster.num_blocks(), slice = cluster.block_rank();
     const int64_t row_index = blockIdx.x / num_slices;
     const Row<T> row(logits + row_index * row_stride, size, segment_size);
