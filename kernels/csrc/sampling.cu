@@ -22,10 +22,10 @@ int num_slices_of(int64_t num_rows, int size, int resident) {
 }
 
 template <typename... Parameters, typename... Arguments>
-const char* launch_clusters(void (*kernel)(Parameters...), int64_t num_rows, int num_slices, cudaStream_t stream, Arguments... arguments) {
+const char* launch_clusters(void (*kernel)(Parameters...), int64_t num_rows, int num_slices, int num_threads, cudaStream_t stream, Arguments... arguments) {
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3((unsigned)(num_rows * num_slices));
-    config.blockDim = dim3(kThreads);
+    config.blockDim = dim3((unsigned)num_threads);
     config.stream = stream;
     cudaLaunchAttribute cluster;
     cluster.id = cudaLaunchAttributeClusterDimension;
@@ -39,15 +39,19 @@ const char* launch_clusters(void (*kernel)(Parameters...), int64_t num_rows, int
 
 template <typename T>
 const char* sample_rows(const void* logits, int64_t row_stride, int64_t num_rows, int size, const int64_t* parameters, int64_t* token_ids,
-                        int resident, cudaStream_t stream) {
-    return launch_clusters(sample_kernel<T>, num_rows, num_slices_of(num_rows, size, resident), stream, (const T*)logits, row_stride, size,
-                           segment_size_of(size), parameters, token_ids);
+                        int num_processors, cudaStream_t stream) {
+    return launch_clusters(sample_kernel<T>, num_rows, num_slices_of(num_rows, size, 2 * num_processors), kThreads, stream, (const T*)logits,
+                           row_stride, size, segment_size_of(size), parameters, token_ids);
 }
 
 template <typename T>
-const char* greedy_rows(const void* logits, int64_t row_stride, int64_t num_rows, int size, int64_t* token_ids, int resident, cudaStream_t stream) {
-    return launch_clusters(greedy_kernel<T>, num_rows, num_slices_of(num_rows, size, resident), stream, (const T*)logits, row_stride, size,
-                           segment_size_of(size), token_ids);
+const char* greedy_rows(const void* logits, int64_t row_stride, int64_t num_rows, int size, int64_t* token_ids, int num_processors,
+                        cudaStream_t stream) {
+    const int num_slices = num_slices_of(num_rows, size, 3 * num_processors), segment_size = segment_size_of(size);
+    // A few rows: twice the threads, so that all of a row is on its way at once.
+    const int num_warps = num_rows * num_slices <= num_processors ? 32 : 16;
+    const auto kernel = num_warps == 32 ? greedy_kernel<T, 32> : greedy_kernel<T, 16>;
+    return launch_clusters(kernel, num_rows, num_slices, num_warps * 32, stream, (const T*)logits, row_stride, size, segment_size, token_ids);
 }
 
 template <typename T>
@@ -62,22 +66,20 @@ const char* logprob_rows(const void* logits, int64_t row_stride, int64_t num_row
 
 EXPORT const char* sample_tokens(const void* logits, int dtype, int64_t row_stride, int64_t num_rows, int size, const int64_t* parameters,
                                  int64_t* token_ids, int num_processors, cudaStream_t stream) {
-    const int resident = 2 * num_processors;
     switch (dtype) {
-        case 0: return sample_rows<float>(logits, row_stride, num_rows, size, parameters, token_ids, resident, stream);
-        case 1: return sample_rows<__half>(logits, row_stride, num_rows, size, parameters, token_ids, resident, stream);
-        case 2: return sample_rows<__nv_bfloat16>(logits, row_stride, num_rows, size, parameters, token_ids, resident, stream);
+        case 0: return sample_rows<float>(logits, row_stride, num_rows, size, parameters, token_ids, num_processors, stream);
+        case 1: return sample_rows<__half>(logits, row_stride, num_rows, size, parameters, token_ids, num_processors, stream);
+        case 2: return sample_rows<__nv_bfloat16>(logits, row_stride, num_rows, size, parameters, token_ids, num_processors, stream);
         default: return "sample_tokens: unknown dtype";
     }
 }
 
 EXPORT const char* greedy_tokens(const void* logits, int dtype, int64_t row_stride, int64_t num_rows, int size, int64_t* token_ids,
                                  int num_processors, cudaStream_t stream) {
-    const int resident = 4 * num_processors;
     switch (dtype) {
-        case 0: return greedy_rows<float>(logits, row_stride, num_rows, size, token_ids, resident, stream);
-        case 1: return greedy_rows<__half>(logits, row_stride, num_rows, size, token_ids, resident, stream);
-        case 2: return greedy_rows<__nv_bfloat16>(logits, row_stride, num_rows, size, token_ids, resident, stream);
+        case 0: return greedy_rows<float>(logits, row_stride, num_rows, size, token_ids, num_processors, stream);
+        case 1: return greedy_rows<__half>(logits, row_stride, num_rows, size, token_ids, num_processors, stream);
+        case 2: return greedy_rows<__nv_bfloat16>(logits, row_stride, num_rows, size, token_ids, num_processors, stream);
         default: return "greedy_tokens: unknown dtype";
     }
 }

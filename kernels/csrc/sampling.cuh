@@ -207,9 +207,9 @@ __device__ inline void visit_stride(const Row<T>& row, int begin, Visit visit) {
     }
 }
 
-template <typename T, typename Visit>
+template <int num_warps = kWarps, typename T, typename Visit>
 __device__ inline void visit_segments(const Row<T>& row, int first, int last, Visit visit) {
-    for (int segment = first + (int)(threadIdx.x / 32); segment < last; segment += kWarps) {
+    for (int segment = first + (int)(threadIdx.x / 32); segment < last; segment += num_warps) {
         const int begin = segment * row.segment_size;
         for (int offset = 0; offset < row.segment_size; offset += kStride) visit_stride(row, begin + offset, visit);
     }
@@ -662,9 +662,10 @@ __global__ void __launch_bounds__(kThreads, 2)
 }
 
 // The lowest index of the largest logit; NaN never wins. A cluster shares a row.
-template <typename T>
-__global__ void __launch_bounds__(kThreads) greedy_kernel(const T* logits, int64_t row_stride, int size, int segment_size, int64_t* token_ids) {
-    uint64_t(&best)[kWarps] = block_memory<uint64_t[kWarps]>();
+template <typename T, int num_warps>
+__global__ void __launch_bounds__(num_warps * 32, 48 / num_warps)
+    greedy_kernel(const T* logits, int64_t row_stride, int size, int segment_size, int64_t* token_ids) {
+    uint64_t(&best)[num_warps] = block_memory<uint64_t[num_warps]>();
     const auto cluster = this_cluster();
     const int num_slices = cluster.num_blocks(), slice = cluster.block_rank();
     const int64_t row_index = blockIdx.x / num_slices;
@@ -673,7 +674,7 @@ __global__ void __launch_bounds__(kThreads) greedy_kernel(const T* logits, int64
     const int first = (int)((int64_t)num_segments * slice / num_slices), last = (int)((int64_t)num_segments * (slice + 1) / num_slices);
     float largest = __uint_as_float(0xff800000u);
     int at = 0;
-    visit_segments(row, first, last, [&](int index, int, float x) {
+    visit_segments<num_warps>(row, first, last, [&](int index, int, float x) {
         if (x > largest) {
             largest = x;
             at = index;
@@ -685,7 +686,7 @@ __global__ void __launch_bounds__(kThreads) greedy_kernel(const T* logits, int64
     if (threadIdx.x % 32 == 0) best[threadIdx.x / 32] = mine;
     __syncthreads();
     if (threadIdx.x == 0) {
-        for (int w = 1; w < kWarps; ++w) best[0] = min(best[0], best[w]);
+        for (int w = 1; w < num_warps; ++w) best[0] = min(best[0], best[w]);
     }
     cluster.sync();
     if (slice == 0 && threadIdx.x == 0) {
