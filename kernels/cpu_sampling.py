@@ -2,7 +2,7 @@
 
 A row's weights are computed only where a filter needs the total or no filter makes the row short. What a filter keeps is found as on a
 GPU: by the maxima of groups for top-k, by a histogram of weights over levels for top-p. Rows go one by one: a row fits the cache of a
-core, a batch does not. Comparisons and searches are numpy's, which are several times faster than torch's on a CPU.
+core, a batch does not. Comparisons and searches go through numpy: those of torch are not vectorised on a CPU.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import reference
+from kernels import reference, row_parameters
+from shared import sampling_params
 from shared.engine.sampler import SamplingRow, sample
 from shared.sampling_params import SamplingParams
 
@@ -72,6 +73,10 @@ def test_top_p_of_a_flat_distribution_needs_the_full_sort() -> None:
 def test_tiny_temperatures_give_the_argmax(temperature: float) -> None:
     logits = logits_of()
     assert draw(logits, temperature=temperature) == int(logits.argmax())
+
+
+def test_kernels_and_parameters_agree_on_what_is_greedy() -> None:
+    assert row_parameters.GREEDY_TEMPERATURE == sampling_params.GREEDY_TEMPERATURE
 
 
 def test_huge_temperature_is_finite_and_uniform() -> None:
