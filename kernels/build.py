@@ -41,7 +41,7 @@ CPU_TARGETS = {
 }
 """What images are built for ahead of time, best first, and the flags of /proc/cpuinfo a processor must have to run it."""
 MODULES = (
-    "cpu_attention", "cache_ops", "rms_norm", "rotary_embedding", "silu_and_mul", "paged_attention", "flash_attention_sm90", "sampling",
+    "cpu_attention", "cpu_rotary_embedding", "cache_ops", "rms_norm", "rotary_embedding", "silu_and_mul", "paged_attention", "flash_attention_sm90", "sampling",
 )  # fmt: skip
 """Files of this package that name, in `libraries()`, what a server may load."""
 
@@ -166,7 +166,7 @@ def library_name(library: Library, arch: str) -> str:
         header = (SOURCES / library.source).read_bytes()
         parts += [arch, hashlib.sha256(header).hexdigest(), _sources_digest((".cuh",))]
     else:
-        parts += [arch, (SOURCES / library.source).read_text()]
+        parts += [arch, (SOURCES / library.source).read_text(), _sources_digest((".h",))]
         if arch == "native":
             cxx = find_cxx()
             parts += [_cpu_name(), _compiler_version(str(cxx)) if cxx else ""]

@@ -10,7 +10,7 @@ import functools
 
 import torch
 
-from kernels import reference
+from kernels import cpu_rotary_embedding, reference
 from kernels.build import Library, launch, load
 from kernels.cache_ops import check_new_tokens, check_same_device, check_slots, is_debugging
 from kernels.kv_cache_format import FP8_KINDS, SCALARS, CacheArguments, block_size_of, check_caches, scale_tensor, typed_caches
@@ -142,6 +142,8 @@ def _rotary_embedding_and_cache_cuda(
 
 
 def _rotary_embedding_cpu(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    if cpu_rotary_embedding.rotate(query, key, positions, cos, sin):
+        return
     cos, sin = cos[positions], sin[positions]
     for rows in (query, key):
         rows.copy_(reference.rotary_embedding(rows.float(), cos, sin))
@@ -160,6 +162,8 @@ def _rotary_embedding_and_cache_cpu(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
 ) -> None:
+    if cpu_rotary_embedding.rotate_and_cache(query, key, value, positions, cos, sin, key_cache, value_cache, slot_mapping):
+        return
     torch.ops.pagewire.rotary_embedding(query, key, positions, cos, sin)
     torch.ops.pagewire.reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
 

@@ -16,8 +16,7 @@ class AttentionMetadata:
     """The flattened batch: request i owns rows query_start_loc[i] : query_start_loc[i + 1]."""
 
     positions: torch.Tensor  # [num_tokens] int64
-    slot_blocks: torch.Tensor  # [num_tokens] int64: physical block of each token
-    slot_offsets: torch.Tensor  # [num_tokens] int64: offset in that block
+    slot_mapping: torch.Tensor  # [num_tokens] int64: physical block x block size + offset, where a token's K and V are written
     last_rows: torch.Tensor  # [num_completing] rows whose hidden state is wanted
     attention: CPUPagedAttention
 
@@ -25,20 +24,18 @@ class AttentionMetadata:
     def build(cls, output: SchedulerOutput, block_tables: list[list[int]], block_size: int, config: ModelConfig) -> AttentionMetadata:
         """block_tables[i]: all block ids of the i-th scheduled request."""
         query_start_loc, seq_lens, last_rows = [0], [], []
-        positions, slot_blocks = [], []
+        positions, slots = [], []
         for row, table in zip(output.scheduled, block_tables, strict=True):
             token_positions = torch.arange(row.start, row.end)
             positions.append(token_positions)
-            slot_blocks.append(torch.tensor(table)[token_positions // block_size])
+            slots.append(torch.tensor(table)[token_positions // block_size] * block_size + token_positions % block_size)
             query_start_loc.append(query_start_loc[-1] + row.num_new_tokens)
             seq_lens.append(row.end)
             if row.completes:
                 last_rows.append(query_start_loc[-1] - 1)
-        flat = torch.cat(positions)
         return cls(
-            positions=flat,
-            slot_blocks=torch.cat(slot_blocks),
-            slot_offsets=flat % block_size,
+            positions=torch.cat(positions),
+            slot_mapping=torch.cat(slots),
             last_rows=torch.tensor(last_rows, dtype=torch.int64),
             attention=CPUPagedAttention(block_tables, query_start_loc, seq_lens, block_size, config.num_heads, config.num_kv_heads),
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels import cpu_attention
+from kernels import cpu_attention, cpu_rotary_embedding
 from shared.available_memory import available_memory_bytes
 from shared.batch import ScheduledRequest, SchedulerOutput
 from shared.block_hash import BlockHash, root_hash
@@ -69,6 +69,7 @@ class EngineCore:
         torch.set_num_threads(settings.num_threads or os.cpu_count() or 1)
         with ThreadPoolExecutor(1) as builder:  # a compiler's few seconds, where the kernel was never built, beside the weights
             builder.submit(cpu_attention.prepare, self.dtype, self.config.head_dim)
+            builder.submit(cpu_rotary_embedding.prepare, self.dtype)
             weights = load_weights(source, self.dtype, self.device, progress, pending)
         num_blocks = self._num_blocks()
         self.max_model_len = min(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels import reference
+from kernels import cpu_rotary_embedding, reference
 from kernels.cache_ops import reshape_and_cache
 from kernels.rms_norm import fused_add_rms_norm, rms_norm
 from kernels.rotary_embedding import rotary_embedding, rotary_embedding_and_cache
@@ -262,3 +262,28 @@ class TestOnGPU:
             assert torch.equal(cache[0, :, 0], expected[0, :, 0])
             assert torch.equal(cache[1, :, 4], expected[1, :, 4])
             assert bool(cache[1, :, 5].isnan().all())
+
+
+def test_without_a_compiler_the_ops_mean_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    cos, sin = tables(32, "cpu")
+    positions, slots = torch.tensor([5, 0, 299]), torch.tensor([1, -1, 17])
+    results = []
+    for kernel in (cpu_rotary_embedding._kernel, lambda dtype: None):
+        monkeypatch.setattr(cpu_rotary_embedding, "_kernel", kernel)
+        rows = [randn(3, 2, 64, dtype=torch.float32, device="cpu", seed=seed) for seed in range(3)]
+        caches = [torch.zeros(2, 2, 16, 64) for _ in "kv"]
+        rotary_embedding_and_cache(*rows, positions, cos, sin, *caches, slots)
+        results.append([*rows, *caches])
+    for compiled, plain in zip(*results, strict=True):
+        assert_near(compiled, plain, torch.float32)
+
+
+@pytest.mark.parametrize(("position", "slot"), [(300, 0), (-1, 0), (0, 16), (0, -2)])
+def test_a_position_or_slot_that_does_not_exist_is_refused_before_anything_is_written(position: int, slot: int) -> None:
+    cos, sin = tables(64, "cpu")
+    rows = [randn(2, 2, 64, dtype=torch.float32, device="cpu", seed=seed) for seed in range(3)]
+    before = [part.clone() for part in rows]
+    caches = [torch.zeros(1, 2, 16, 64) for _ in "kv"]
+    with pytest.raises(IndexError, match="token 1"):
+        rotary_embedding_and_cache(*rows, torch.tensor([0, position]), cos, sin, *caches, torch.tensor([3, slot]))
+    assert not caches[0].any() and all(torch.equal(part, was) for part, was in zip(rows, before, strict=True))

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from kernels.reference import rotary_embedding, silu_and_mul
+from kernels.rotary_embedding import rotary_embedding_and_cache
+from kernels.silu_and_mul import silu_and_mul
 from shared.engine.attention_metadata import AttentionMetadata
 from shared.engine.kv_cache import KVCache
 from shared.engine.rotary import RotaryTable
@@ -76,16 +77,14 @@ class LlamaForCausalLM:
         """token_ids: [num_tokens], flattened batch; writes their KV. Returns the hidden states (after the last norm) of
         `metadata.last_rows`: [num_completing, hidden_size]."""
         config = self.config
-        cos, sin = (table[metadata.positions].to(self._embed.dtype) for table in (self._rotary.cos, self._rotary.sin))
+        cos, sin = self._rotary.cos, self._rotary.sin
         sizes = [config.num_heads * config.head_dim] + [config.num_kv_heads * config.head_dim] * 2
         x = F.embedding(token_ids, self._embed)  # [num_tokens, hidden_size]
         for index, layer in enumerate(self._layers):
-            query, key, value = torch.split(layer.qkv(self._norm(x, layer.input_norm)), sizes, dim=-1)
-            query = rotary_embedding(query.view(len(query), -1, config.head_dim), cos, sin)
-            key = rotary_embedding(key.view(len(key), -1, config.head_dim), cos, sin)
+            rows = torch.split(layer.qkv(self._norm(x, layer.input_norm)), sizes, dim=-1)
+            query, key, value = (part.view(len(part), -1, config.head_dim) for part in rows)
             key_cache, value_cache = cache.layer(index)
-            key_cache[metadata.slot_blocks, :, metadata.slot_offsets] = key
-            value_cache[metadata.slot_blocks, :, metadata.slot_offsets] = value.view(len(value), -1, config.head_dim)
+            rotary_embedding_and_cache(query, key, value, metadata.positions, cos, sin, key_cache, value_cache, metadata.slot_mapping)
             x = x + layer.output(metadata.attention(query, key_cache, value_cache, self._scale).flatten(1))
             x = x + layer.down(silu_and_mul(layer.gate_up(self._norm(x, layer.post_attention_norm))))
         return self._norm(x[metadata.last_rows], self._final_norm)

@@ -1,0 +1,54 @@
+// Rotates query and key heads in place and writes key and value into the cache, on the CPU, one token after the other.
+// Macro: ELEMENT (float, bf16, fp16: type of everything but the tables). Plain loops: the compiler vectorises them.
+#include <stdint.h>
+
+#include "cpu_numbers.h"
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+typedef ELEMENT E;
+
+// Mirrored field by field in kernels/rotary_embedding.py. Strides in elements.
+struct Arguments {
+    E *query, *key;
+    const E* value;
+    const int64_t *positions, *slots;  // slot -1: nothing is written
+    const float *cos, *sin;            // [max_positions, rotary_dim / 2]
+    E *key_cache, *value_cache;
+    int64_t query_stride, query_head_stride, key_stride, key_head_stride, value_stride, value_head_stride;
+    int64_t k_block_stride, k_head_stride, v_block_stride, v_head_stride;
+    int64_t max_positions, num_slots, num_tokens, num_slot_entries, num_heads, num_kv_heads, head_dim, rotary_dim, block_size;
+};
+
+static void rotate(E* __restrict__ head, const float* __restrict__ cos, const float* __restrict__ sin, int64_t half) {
+    for (int64_t i = 0; i < half; i++) {
+        const float a = to_float(head[i]), b = to_float(head[half + i]);
+        from_float(a * cos[i] - b * sin[i], head + i);
+        from_float(b * cos[i] + a * sin[i], head + half + i);
+    }
+}
+
+// Returns -1, or the first token whose position or slot does not exist; then nothing has been done.
+EXPORT int64_t cpu_rotary_embedding_and_cache(const Arguments* arguments) {
+    const Arguments& a = *arguments;
+    for (int64_t token = 0; token < a.num_tokens; token++) {
+        if (a.positions[token] < 0 || a.positions[token] >= a.max_positions) return token;
+        if (token < a.num_slot_entries && (a.slots[token] < -1 || a.slots[token] >= a.num_slots)) return token;
+    }
+    const int64_t half = a.rotary_dim / 2;
+    for (int64_t token = 0; token < a.num_tokens; token++) {
+        const float *cos = a.cos + a.positions[token] * half, *sin = a.sin + a.positions[token] * half;
+        for (int64_t h = 0; h < a.num_heads; h++) rotate(a.query + token * a.query_stride + h * a.query_head_stride, cos, sin, half);
+        for (int64_t h = 0; h < a.num_kv_heads; h++) rotate(a.key + token * a.key_stride + h * a.key_head_stride, cos, sin, half);
+        const int64_t slot = token < a.num_slot_entries ? a.slots[token] : -1;
+        if (slot < 0) continue;
+        const int64_t block = slot / a.block_size, offset = slot % a.block_size;
+        for (int64_t h = 0; h < a.num_kv_heads; h++) {
+            memcpy(a.key_cache + block * a.k_block_stride + h * a.k_head_stride + offset * a.head_dim,
+                   a.key + token * a.key_stride + h * a.key_head_stride, a.head_dim * sizeof(E));
+            memcpy(a.value_cache + block * a.v_block_stride + h * a.v_head_stride + offset * a.head_dim,
+                   a.value + token * a.value_stride + h * a.value_head_stride, a.head_dim * sizeof(E));
+        }
+    }
+    return -1;
+}
