@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -26,7 +27,8 @@ CLASSIC_PARTITION_SIZE = 512
 STAGE_TOKENS = 64
 """Partitions are a multiple of what a thread block takes in at once."""
 MAX_PARTITIONS = 2048
-BLOCKS_PER_MULTIPROCESSOR = 3
+MAX_EVICT_FIRST_BYTES = 400 << 20
+"""A step that reads more than this evicts all of L2 anyway."""
 
 _SCALARS = {torch.float16: 0, torch.bfloat16: 1}
 _FP8 = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
@@ -42,7 +44,7 @@ class _Params(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("scale", "soft_cap")),
         *((name, ctypes.c_int) for name in ("sliding_window", "num_seqs", "num_heads", "num_kv_heads", "group_size")),
         *((name, ctypes.c_int) for name in ("groups_per_kv_head", "block_size", "partition_size", "num_partitions")),
-        *((name, ctypes.c_int) for name in ("max_context", "partial_is_f32")),
+        *((name, ctypes.c_int) for name in ("max_context", "partial_is_f32", "evict_first")),
         *((name, ctypes.c_int64) for name in ("query_stride", "out_stride", "block_table_stride")),
         *((name, ctypes.c_int64) for name in ("k_block_stride", "k_head_stride", "v_block_stride", "v_head_stride")),
     )
@@ -69,22 +71,58 @@ def libraries(head_sizes: tuple[int, ...] = (64, 128)) -> Iterator[Library]:
 @functools.cache
 def _library(head_size: int, dtype: torch.dtype, cache_dtype: torch.dtype, is_classic: bool) -> ctypes.CDLL:
     loaded = load(library(head_size, dtype, cache_dtype, is_classic))
-    loaded.launch_paged_attention.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
+    loaded.launch_paged_attention.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
     loaded.launch_paged_attention.restype = ctypes.c_char_p
     assert loaded.paged_attention_params_bytes() == ctypes.sizeof(_Params), "Params differ between Python and CUDA"
     return loaded
 
 
-def choose_partition_size(num_seqs: int, num_kv_heads: int, max_seq_len: int, num_multiprocessors: int) -> int:
-    """Tokens per partition; >= max_seq_len means V1. Fitted to the table in bench/kernels/paged_attention_partitions.md.
+class Launch(NamedTuple):
+    """How a decode step is laid out on the GPU."""
 
-    Short of work, every multiprocessor gets its share of the tokens; with plenty, partitions only keep thread blocks of even length."""
-    slots = num_multiprocessors * BLOCKS_PER_MULTIPROCESSOR
+    partition_size: int
+    """Tokens; >= the longest sequence means V1."""
+    is_deep: bool
+    """Twice the copies in flight per thread block."""
+    blocks_per_multiprocessor: int
+    """At most."""
+    evict_first: bool
+    """K and V pass by what else stands in L2 instead of evicting it."""
+
+
+def choose_launch(
+    num_seqs: int,
+    num_kv_heads: int,
+    max_seq_len: int,
+    row_bytes: int,
+    num_multiprocessors: int,
+    num_kv_tokens: int | None = None,
+) -> Launch:
+    """V1 or V2 and the rest, fitted to the tables of bench/kernels/paged_attention.py --partitions (bench/RESULTS.md).
+
+    row_bytes: of one token and KV head in K; num_kv_tokens: the sum of all lengths where it is known, which tells a ragged batch from an
+    even one. What the tables say: too many copies in flight cost memory bandwidth (5-10 %), too few as well; a partly filled last wave
+    costs most just above one wave; up to some 400 MB it pays not to evict what stands in L2."""
+    max_seq_len = max(1, max_seq_len)
     num_rows = max(1, num_seqs * num_kv_heads)
-    num_partitions = -(-slots // num_rows)
-    size = -(-max(1, max_seq_len) // num_partitions)
-    size = -(-size // STAGE_TOKENS) * STAGE_TOKENS
-    return max(size, -(-max_seq_len // MAX_PARTITIONS // STAGE_TOKENS + 1) * STAGE_TOKENS) if max_seq_len > size * MAX_PARTITIONS else size
+    num_kv_tokens = num_seqs * max_seq_len if num_kv_tokens is None else num_kv_tokens
+    is_large = 2 * num_kv_tokens * num_kv_heads * row_bytes > MAX_EVICT_FIRST_BYTES
+    if num_rows <= num_multiprocessors // 4:
+        launch = Launch(-(-max_seq_len // (num_multiprocessors // num_rows)), True, 2, not is_large)
+    elif num_rows <= 2 * num_multiprocessors:
+        launch = Launch(-(-max_seq_len // (2 * num_multiprocessors // num_rows)), False, 4, not is_large)
+    elif not is_large or max_seq_len <= 2048:
+        launch = Launch(max_seq_len, False, 4, True)
+    elif max_seq_len >= 8192 and row_bytes >= 256:
+        launch = Launch(max_seq_len, True, 1, False)
+    else:
+        launch = Launch(max_seq_len, False, 3, False)
+    if num_kv_tokens < 0.8 * num_seqs * max_seq_len:
+        # A long sequence must not run on alone when the others have ended: an even share each, small enough to fill the gaps.
+        share = -(-num_kv_tokens * num_kv_heads // (8 * num_multiprocessors))
+        launch = Launch(min(launch.partition_size, max(share, 256)), False, 4, not is_large)
+    size = max(launch.partition_size, -(-max_seq_len // MAX_PARTITIONS))
+    return launch._replace(partition_size=-(-size // STAGE_TOKENS) * STAGE_TOKENS)
 
 
 LIBRARY.define(
@@ -177,7 +215,9 @@ def paged_attention_v2(
         raise ValueError(f"partition_size must be a multiple of {STAGE_TOKENS}, not {partition_size}")
     num_partitions = -(-max_seq_len // partition_size)
     if num_partitions > MAX_PARTITIONS:
-        raise ValueError(f"{num_partitions} partitions of {partition_size} tokens are more than {MAX_PARTITIONS}: use a larger partition_size")
+        raise ValueError(
+            f"{num_partitions} partitions of {partition_size} tokens are more than {MAX_PARTITIONS}; give a larger partition_size"
+        )
     shape = (*query.shape[:2], num_partitions)
     for name, tensor, wanted, dtypes in (
         ("exp_sums", exp_sums, shape, (torch.float32,)),
@@ -211,10 +251,10 @@ def paged_attention_v2(
 
 
 class PagedAttentionPlan:
-    """One decode step, planned once and run for every layer: V1 or V2, whichever `choose_partition_size` finds faster, everything
+    """One decode step, planned once and run for every layer: V1 or V2, whichever `choose_launch` finds faster, everything
     checked, the workspace allocated. `query`, `key_cache` and `value_cache` show the shapes, strides and types of those it will run on;
     the caches' dtype says how they are read, so FP8 ones are float8 tensors. No seq_len may exceed max_seq_len; what block_tables and
-    seq_lens hold may change between runs. The rest as paged_attention_v1."""
+    seq_lens hold may change between runs. num_kv_tokens: the sum of seq_lens where it is known. The rest as paged_attention_v1."""
 
     def __init__(
         self,
@@ -231,34 +271,43 @@ class PagedAttentionPlan:
         soft_cap: float | None = None,
         k_scale: float | torch.Tensor = 1.0,
         v_scale: float | torch.Tensor = 1.0,
+        num_kv_tokens: int | None = None,
         partition_size: int | None = None,
     ) -> None:
         num_kv_heads, block_size = value_cache.shape[1], value_cache.shape[3 if key_cache.dim() == 5 else 2]
-        _check(query, query, key_cache, value_cache, num_kv_heads, block_tables, seq_lens, block_size, alibi_slopes, sliding_window, soft_cap)
+        tables = (block_tables, seq_lens, block_size)
+        _check(query, query, key_cache, value_cache, num_kv_heads, *tables, alibi_slopes, sliding_window, soft_cap)
         if key_cache.dtype not in (query.dtype, *_FP8) or value_cache.dtype != key_cache.dtype:
             raise ValueError(f"the caches are {key_cache.dtype} and {value_cache.dtype}; give both the query's {query.dtype} or float8")
         self._signature = _signature(query, key_cache, value_cache)
         scales = (_scale_tensor(k_scale, query.device), _scale_tensor(v_scale, query.device))
-        self._held = (block_tables, seq_lens, alibi_slopes, *scales)
-        if partition_size is None and query.is_cuda:
-            covered = min(max_seq_len, sliding_window + STAGE_TOKENS) if sliding_window else max_seq_len
-            partition_size = choose_partition_size(len(query), num_kv_heads, covered, _num_multiprocessors(query.device.index))
-        self._num_partitions = 1 if partition_size is None else -(-max_seq_len // partition_size)
-        size = WHOLE if partition_size is None or self._num_partitions <= 1 else partition_size
-        self._options = (num_kv_heads, scale, block_tables, seq_lens, block_size)
-        self._arguments = (alibi_slopes, *scales, sliding_window or 0, soft_cap or 0.0)
+        launch = FORCED
         if query.is_cuda:
-            self._params = _params(query, key_cache, value_cache, *self._options, size, self._num_partitions, *self._arguments)
+            covered = min(max_seq_len, sliding_window + STAGE_TOKENS) if sliding_window else max_seq_len
+            row_bytes = query.shape[2] * key_cache.element_size()
+            known = num_kv_tokens if covered == max_seq_len else None
+            launch = choose_launch(len(query), num_kv_heads, covered, row_bytes, _num_multiprocessors(query.device.index), known)
+        if partition_size is not None:
+            launch = launch._replace(partition_size=partition_size)
+        num_partitions = -(-max_seq_len // launch.partition_size)
+        size = WHOLE if num_partitions <= 1 else launch.partition_size
+        self.launch = launch._replace(partition_size=size)
+        self._layout = (num_kv_heads, scale, block_tables, seq_lens, block_size)
+        self._scales = scales
+        self._alibi_slopes, self._sliding_window, self._soft_cap = alibi_slopes, sliding_window or 0, soft_cap or 0.0
+        if query.is_cuda:
+            self._params = _params(
+                query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens, block_size, size, max(1, num_partitions),
+                alibi_slopes, scales[0], scales[1], self._sliding_window, self._soft_cap, launch.evict_first,
+            )  # fmt: skip
             if size != WHOLE:
-                shape = (*query.shape[:2], self._num_partitions)
+                shape = (*query.shape[:2], num_partitions)
                 sums = torch.empty(2, *shape, dtype=torch.float32, device=query.device)
                 tmp_out = torch.empty(*shape, query.shape[2], dtype=torch.float32, device=query.device)
-                self._held += (sums, tmp_out)
+                self._workspace = (sums, tmp_out)
                 _with_partitions(self._params, sums[0], sums[1], tmp_out)
 
-    def run(
-        self, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def run(self, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Returns `out`, or a new tensor: [num_seqs, num_heads, head_dim]."""
         if _signature(query, key_cache, value_cache) != self._signature:
             raise ValueError("query or caches differ from those that were planned for in shape, strides, type, device or alignment")
@@ -267,12 +316,11 @@ class PagedAttentionPlan:
         elif out.shape != query.shape or out.dtype != query.dtype or not out.is_contiguous():
             raise ValueError(f"out must be contiguous {list(query.shape)} of {query.dtype}")
         if query.is_cuda:
-            _launch(self._params, out, query, key_cache, value_cache)
+            _launch(self.launch, self._params, out, query, key_cache, value_cache)
         else:
-            alibi_slopes, k_scale, v_scale, sliding_window, soft_cap = self._arguments
             torch.ops.pagewire.paged_attention_v1(
-                out, query, key_cache, value_cache, *self._options, 0, alibi_slopes, "auto", k_scale, v_scale,
-                sliding_window=sliding_window, soft_cap=soft_cap,
+                out, query, key_cache, value_cache, *self._layout, 0, self._alibi_slopes, "auto", *self._scales,
+                sliding_window=self._sliding_window, soft_cap=self._soft_cap,
             )  # fmt: skip
         return out
 
@@ -302,9 +350,9 @@ def paged_attention(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """A plan made and run once; arguments as PagedAttentionPlan. Returns [num_seqs, num_heads, head_dim]."""
-    options = {"alibi_slopes": alibi_slopes, "sliding_window": sliding_window, "soft_cap": soft_cap}
     plan = PagedAttentionPlan(
-        query, key_cache, value_cache, block_tables, seq_lens, max_seq_len, scale, **options, k_scale=k_scale, v_scale=v_scale
+        query, key_cache, value_cache, block_tables, seq_lens, max_seq_len, scale, alibi_slopes=alibi_slopes,
+        sliding_window=sliding_window, soft_cap=soft_cap, k_scale=k_scale, v_scale=v_scale,
     )  # fmt: skip
     return plan.run(query, key_cache, value_cache, out)
 
@@ -373,7 +421,7 @@ def _check(
             raise ValueError(f"the classic K layout holds {x} items together; head size {head_dim} is no multiple: use the engine's layout")
         if query.is_cuda and block_size not in (8, 16, 32, 64):
             raise ValueError(f"block size {block_size} is not 8, 16, 32 or 64, which the classic layouts allow")
-        shapes = ((num_kv_heads, head_dim // x, block_size, x), (num_kv_heads, head_dim, block_size))
+        shapes: tuple[tuple[int, ...], ...] = ((num_kv_heads, head_dim // x, block_size, x), (num_kv_heads, head_dim, block_size))
     else:
         if query.is_cuda and block_size != 8 and block_size % 16:
             raise ValueError(f"block size {block_size} is neither 8 nor a multiple of 16")
@@ -431,6 +479,7 @@ def _params(
     v_scale: torch.Tensor | None,
     sliding_window: int,
     soft_cap: float,
+    evict_first: bool,
 ) -> _Params:
     """Everything but where query, caches and results stand."""
     num_seqs, num_heads, _ = query.shape
@@ -453,6 +502,7 @@ def _params(
         partition_size=partition_size,
         num_partitions=num_partitions,
         max_context=min(block_tables.shape[1] * block_size, 2**31 - 1 - partition_size),
+        evict_first=int(evict_first),
         query_stride=query.stride(0),
         block_table_stride=block_tables.stride(0),
         k_block_stride=key_cache.stride(0),
@@ -467,7 +517,9 @@ def _num_groups(group_size: int) -> int:
     return 1 if group_size <= 8 else 2
 
 
-def _launch(params: _Params, out: torch.Tensor, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
+def _launch(
+    launch: Launch, params: _Params, out: torch.Tensor, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor
+) -> None:
     if not len(query):
         return
     params.out, params.out_stride = out.data_ptr(), out.stride(0)
@@ -476,10 +528,11 @@ def _launch(params: _Params, out: torch.Tensor, query: torch.Tensor, key_cache: 
     device = query.device.index
     if device == torch.cuda.current_device():
         stream = torch.cuda.current_stream(device).cuda_stream
-        check(kernels.launch_paged_attention(ctypes.addressof(params), _num_groups(params.group_size), stream))
+        shape = (_num_groups(params.group_size), launch.is_deep, launch.blocks_per_multiprocessor)
+        check(kernels.launch_paged_attention(ctypes.addressof(params), *shape, stream))
     else:
         with torch.cuda.device(device):
-            _launch(params, out, query, key_cache, value_cache)
+            _launch(launch, params, out, query, key_cache, value_cache)
 
 
 def _with_partitions(params: _Params, exp_sums: torch.Tensor, max_logits: torch.Tensor, tmp_out: torch.Tensor) -> _Params:
@@ -490,6 +543,8 @@ def _with_partitions(params: _Params, exp_sums: torch.Tensor, max_logits: torch.
 
 WHOLE = 1 << 30
 """A partition size that no sequence fills."""
+FORCED = Launch(WHOLE, False, 4, False)
+"""How V1 and V2 run where the caller chose the version."""
 
 
 @torch.library.impl(LIBRARY, "paged_attention_v1", "CUDA")
@@ -513,8 +568,8 @@ def _v1_cuda(
     soft_cap: float = 0.0,
 ) -> None:
     layout = (num_kv_heads, scale, block_tables, seq_lens, block_size, WHOLE, 1)
-    params = _params(query, key_cache, value_cache, *layout, alibi_slopes, k_scale, v_scale, sliding_window, soft_cap)
-    _launch(params, out, query, key_cache, value_cache)
+    params = _params(query, key_cache, value_cache, *layout, alibi_slopes, k_scale, v_scale, sliding_window, soft_cap, FORCED.evict_first)
+    _launch(FORCED, params, out, query, key_cache, value_cache)
 
 
 @torch.library.impl(LIBRARY, "paged_attention_v2", "CUDA")
@@ -542,8 +597,8 @@ def _v2_cuda(
     partition_size: int = CLASSIC_PARTITION_SIZE,
 ) -> None:
     layout = (num_kv_heads, scale, block_tables, seq_lens, block_size, partition_size, -(-max_seq_len // partition_size))
-    params = _params(query, key_cache, value_cache, *layout, alibi_slopes, k_scale, v_scale, sliding_window, soft_cap)
-    _launch(_with_partitions(params, exp_sums, max_logits, tmp_out), out, query, key_cache, value_cache)
+    params = _params(query, key_cache, value_cache, *layout, alibi_slopes, k_scale, v_scale, sliding_window, soft_cap, FORCED.evict_first)
+    _launch(FORCED, _with_partitions(params, exp_sums, max_logits, tmp_out), out, query, key_cache, value_cache)
 
 
 @torch.library.impl(LIBRARY, "paged_attention_v1", "CPU")

@@ -58,18 +58,18 @@ __device__ __forceinline__ uint64_t evict_first_policy() {
 }
 
 // 16-byte aligned addresses, num_bytes a multiple of 16.
-__device__ __forceinline__ void bulk_copy(void* destination, const void* source, uint32_t num_bytes, uint64_t* barrier, uint64_t policy) {
-#ifdef NO_HINT
+__device__ __forceinline__ void bulk_copy(void* destination, const void* source, uint32_t num_bytes, uint64_t* barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                      shared_address(destination)),
                  "l"(source), "r"(num_bytes), "r"(shared_address(barrier))
                  : "memory");
-#else
+}
+
+__device__ __forceinline__ void bulk_copy(void* destination, const void* source, uint32_t num_bytes, uint64_t* barrier, uint64_t policy) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
                      shared_address(destination)),
                  "l"(source), "r"(num_bytes), "r"(shared_address(barrier)), "l"(policy)
                  : "memory");
-#endif
 }
 #endif
 

@@ -6,28 +6,35 @@
 using namespace paged_attention;
 using T = std::conditional_t<SCALAR == 0, __half, __nv_bfloat16>;
 
+constexpr int SHARED_BYTES_PER_MULTIPROCESSOR = 228 * 1024;  // of sm_90; fewer elsewhere, where blocks then come alone
+
 static int device_index() {
     int device = 0;
     cudaGetDevice(&device);
     return device < 64 ? device : 63;
 }
 
-template <int NUM_GROUPS>
-static const char* attend_with(const Params& p, cudaStream_t stream) {
-    auto* kernel = attend<T, KV_CACHE, HEAD_SIZE, CLASSIC_LAYOUT, NUM_GROUPS>;
-    constexpr int shared_bytes = Shape<T, KV_CACHE, HEAD_SIZE, CLASSIC_LAYOUT>::SHARED_BYTES;
+// Asking for more shared memory than a block needs keeps the number of blocks on a multiprocessor down.
+static int shared_bytes_for(int needed, int blocks_per_multiprocessor) {
+    const int at_most = SHARED_BYTES_PER_MULTIPROCESSOR / (blocks_per_multiprocessor + 1) + 1;
+    return needed > at_most ? needed : at_most;
+}
+
+template <int NUM_GROUPS, bool IS_DEEP>
+static const char* attend_with(const Params& p, int blocks_per_multiprocessor, cudaStream_t stream) {
+    auto* kernel = attend<T, KV_CACHE, HEAD_SIZE, CLASSIC_LAYOUT, NUM_GROUPS, IS_DEEP>;
+    constexpr int needed = Shape<T, KV_CACHE, HEAD_SIZE, CLASSIC_LAYOUT, IS_DEEP>::SHARED_BYTES;
     static bool is_prepared[64];
     const int device = device_index();
     if (!is_prepared[device]) {
-        cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-        if (error != cudaSuccess) {
+        if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes_for(needed, 1)) != cudaSuccess) {
             cudaGetLastError();
             return "this GPU has too little shared memory for this head size";
         }
         is_prepared[device] = true;
     }
     dim3 grid(p.num_kv_heads * p.groups_per_kv_head, p.num_seqs, p.num_partitions);
-    kernel<<<grid, NUM_THREADS, shared_bytes, stream>>>(p);
+    kernel<<<grid, NUM_THREADS, shared_bytes_for(needed, blocks_per_multiprocessor), stream>>>(p);
     return last_error();
 }
 
@@ -42,18 +49,15 @@ static const char* reduce_partitions(const Params& p, cudaStream_t stream) {
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
     config.attrs = &attribute;
-#ifdef NO_PDL
-    config.numAttrs = 0;
-#else
     config.numAttrs = 1;
-#endif
     cudaError_t error = cudaLaunchKernelEx(&config, reduce<T, HEAD_SIZE>, p);
     return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
 // V1 where partial_out is null, else V2: the partitions and their reduction. groups_per_kv_head = ceil(group_size / (8 * num_groups)).
-EXPORT const char* launch_paged_attention(const Params* p, int num_groups, cudaStream_t stream) {
-    const char* error = num_groups == 1 ? attend_with<1>(*p, stream) : attend_with<2>(*p, stream);
+EXPORT const char* launch_paged_attention(const Params* p, int num_groups, int is_deep, int blocks_per_multiprocessor, cudaStream_t stream) {
+    auto* attend_as = num_groups == 1 ? (is_deep ? attend_with<1, true> : attend_with<1, false>) : (is_deep ? attend_with<2, true> : attend_with<2, false>);
+    const char* error = attend_as(*p, blocks_per_multiprocessor, stream);
     if (error != nullptr || p->partial_out == nullptr) return error;
     return reduce_partitions(*p, stream);
 }

@@ -43,6 +43,7 @@ struct Params {
     int block_size, partition_size, num_partitions;
     int max_context;             // what a row of the block table can hold; a longer seq_len is cut to it
     int partial_is_f32;
+    int evict_first;  // the cache is read past L2's other contents: for short runs, which would wait for their eviction
     int64_t query_stride, out_stride, block_table_stride;
     int64_t k_block_stride, k_head_stride, v_block_stride, v_head_stride;  // elements of the cache
 };
@@ -101,7 +102,7 @@ __device__ __forceinline__ float exp2_fast(float x) {
 }
 
 // What depends on head size, types and layout only.
-template <typename T, int CACHE, int HEAD_DIM, bool CLASSIC>
+template <typename T, int CACHE, int HEAD_DIM, bool CLASSIC, bool IS_DEEP>
 struct Shape {
     static constexpr int ITEM_BYTES = CACHE == CACHE_AUTO ? 2 : 1;
     static constexpr int ROW_BYTES = HEAD_DIM * ITEM_BYTES;
@@ -116,16 +117,9 @@ struct Shape {
     static constexpr int V_TILES = CLASSIC ? 1 : CHUNK_ITEMS / 2;                           // 16-row tiles of O^T per V group
     static constexpr int OPERAND_BYTES = STAGE_TOKENS * ROW_BYTES + 8 * PIECE_SKEW;         // K or V of one stage
     static constexpr int STAGE_BYTES = 2 * OPERAND_BYTES;
-#ifdef PAGED_ATTENTION_STAGES
-    static constexpr int NUM_STAGES = PAGED_ATTENTION_STAGES;
-#else
-    // Three blocks share the 227 KiB of a multiprocessor; at least two stages.
-    static constexpr int NUM_STAGES = clamp((74 * 1024) / STAGE_BYTES, 2, 6);
-#endif
-    #ifndef PAD
-#define PAD 0
-#endif
-    static constexpr int SHARED_BYTES = NUM_STAGES * STAGE_BYTES + BARRIER_BYTES + PAD;
+    // Shallow: four blocks fit a multiprocessor. Deep: two, each with more copies in flight.
+    static constexpr int NUM_STAGES = clamp((IS_DEEP ? 112 : 56) * 1024 / STAGE_BYTES, IS_DEEP ? 2 : 1, 6);
+    static constexpr int SHARED_BYTES = NUM_STAGES * STAGE_BYTES + BARRIER_BYTES;
     static_assert(4 * NUM_STAGES * 8 <= BARRIER_BYTES, "full and empty, K and V");
     static_assert(ROW_BYTES % 8 == 0, "a row must be a multiple of 8 bytes");
     static_assert(!CLASSIC || ROW_BYTES % 16 == 0, "the classic K layout holds 16-byte chunks");
@@ -142,9 +136,9 @@ __device__ __forceinline__ void load_chunk(uint32_t (&words)[WORDS], const char*
     }
 }
 
-template <typename T, int CACHE, int HEAD_DIM, bool CLASSIC, int NUM_GROUPS>
+template <typename T, int CACHE, int HEAD_DIM, bool CLASSIC, int NUM_GROUPS, bool IS_DEEP>
 struct Kernel {
-    using S = Shape<T, CACHE, HEAD_DIM, CLASSIC>;
+    using S = Shape<T, CACHE, HEAD_DIM, CLASSIC, IS_DEEP>;
     // FP8 becomes half exactly; the query is scaled by a power of two into its range.
     using MathT = typename std::conditional<CACHE == CACHE_AUTO, T, __half>::type;
     using Math = Scalar<MathT>;
@@ -195,15 +189,11 @@ struct Kernel {
                 char* target = stages + stage * S::STAGE_BYTES + operand * S::OPERAND_BYTES + destination;
                 const char* source = operand == 0 ? key : value;
                 if (stage_index >= S::NUM_STAGES) mbarrier_wait(&empty[slot], parity ^ 1);
-#if __CUDA_ARCH__ >= 900 && !defined(CPASYNC)
+#if __CUDA_ARCH__ >= 900
                 if (lane == 0) mbarrier_expect_bytes(&full[slot], num_bytes);
                 __syncwarp();
-#ifdef SPLIT
-                for (int part = 0; part < SPLIT; ++part)
-                    if (copies) bulk_copy(target + part * (piece_bytes / SPLIT), source + part * (piece_bytes / SPLIT), piece_bytes / SPLIT, &full[slot], policy);
-#else
-                if (copies) bulk_copy(target, source, piece_bytes, &full[slot], policy);
-#endif
+                if (copies && p.evict_first) bulk_copy(target, source, piece_bytes, &full[slot], policy);
+                if (copies && !p.evict_first) bulk_copy(target, source, piece_bytes, &full[slot]);
 #else
                 for (int piece = 0; piece < num_pieces; ++piece) {
                     const uint64_t from = __shfl_sync(~0u, reinterpret_cast<uint64_t>(source), piece);
@@ -297,7 +287,7 @@ struct Kernel {
         const int num_stages = (end - first_token + STAGE_TOKENS - 1) / STAGE_TOKENS;
         if (threadIdx.x == 0) {
             for (int i = 0; i < 2 * S::NUM_STAGES; ++i) {
-#if __CUDA_ARCH__ >= 900 && !defined(CPASYNC)
+#if __CUDA_ARCH__ >= 900
                 mbarrier_init(&full[i], 1);
 #else
                 mbarrier_init(&full[i], 32);
@@ -351,17 +341,8 @@ struct Kernel {
 
                 float s[NUM_GROUPS][4];
                 mbarrier_wait(&full[2 * stage], parity);
-#ifdef NO_COMPUTE
-                __syncwarp();
-                if (lane == 0) mbarrier_arrive(&empty[2 * stage]);
-                mbarrier_wait(&full[2 * stage + 1], parity);
-                __syncwarp();
-                if (lane == 0) mbarrier_arrive(&empty[2 * stage + 1]);
-                continue;
-#endif
                 score(keys, key_at, key_chunk_stride, t, q, s);
-                __syncwarp();
-                if (lane == 0) mbarrier_arrive(&empty[2 * stage]);
+                release(&empty[2 * stage]);
 
                 const bool is_partial = stage_token + STAGE_TOKENS > end || stage_token < window_start;
                 uint32_t probs[NUM_GROUPS][2];
@@ -380,11 +361,18 @@ struct Kernel {
                     }
                 }
                 accumulate(values, column_token, valid, p.block_size, g, t, probs, out);
-                __syncwarp();
-                if (lane == 0) mbarrier_arrive(&empty[2 * stage + 1]);
+                release(&empty[2 * stage + 1]);
             }
         }
         merge_and_write(p, seq, partition, first_head, num_heads, stages, row_max, row_sum, out);
+    }
+
+    // Gives a slot back to the producer. The fence waits for this lane's reads: without it the compiler issues the arrival as soon as
+    // the reads are on their way, and the next copy overtakes them.
+    static __device__ __forceinline__ void release(uint64_t* barrier) {
+        __threadfence_block();
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
     }
 
     // s = K Q^T of this warp's 16 tokens: rows g and g + 8, columns 2t and 2t + 1.
@@ -640,9 +628,9 @@ struct Kernel {
     }
 };
 
-template <typename T, int CACHE, int HEAD_DIM, bool CLASSIC, int NUM_GROUPS>
-__global__ void __launch_bounds__(NUM_THREADS) attend(const __grid_constant__ Params p) {
-    Kernel<T, CACHE, HEAD_DIM, CLASSIC, NUM_GROUPS>::run(p);
+template <typename T, int CACHE, int HEAD_DIM, bool CLASSIC, int NUM_GROUPS, bool IS_DEEP>
+__global__ void __launch_bounds__(NUM_THREADS, NUM_GROUPS * HEAD_DIM <= 128 && !IS_DEEP ? 4 : 1) attend(const __grid_constant__ Params p) {
+    Kernel<T, CACHE, HEAD_DIM, CLASSIC, NUM_GROUPS, IS_DEEP>::run(p);
 }
 
 // m = max m_j, L = sum l_j exp(m_j - m), O = sum O_j l_j exp(m_j - m) / L. One block per (query head, sequence).
