@@ -1,15 +1,14 @@
 """Chunked-prefill attention over the paged cache: one op, `torch.ops.pagewire.flash_attention`, whichever kernel serves it.
 
-Meaning: kernels/reference.py `paged_attention`. Route on a GPU: `_route`.
+Meaning: kernels/reference.py `paged_attention`. On a GPU: the Hopper kernel where it can serve (kernels/flash_attention_sm90.py), else
+Triton (kernels/flash_attention_triton.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from kernels import cpu_attention, reference
+from kernels import cpu_attention, flash_attention_sm90, reference
 from kernels.cpu_attention import CPUPagedAttention
 from kernels.op_library import LIBRARY
 
@@ -180,14 +179,20 @@ def _check_options(
         raise ValueError(f"out is {out.dtype} {tuple(out.shape)} on {out.device}; give one like query with head_dim contiguous")
 
 
-Kernel = Callable[..., None]
+MIN_HOPPER_ROWS = 64
+"""Query rows of a KV head (tokens x heads of the group) that fill at least half of the Hopper kernel's tile."""
+MIN_HOPPER_TILES = 64
+MAX_HOPPER_FEW_TILES_CONTEXT = 2048
+"""With fewer tiles than this and a longer context, Triton's kernel wins: it cuts the keys into parts, which then run side by side."""
 
 
-def _route(query: torch.Tensor, key_cache: torch.Tensor) -> Kernel:
-    """The kernel that serves these arguments on this GPU."""
-    from kernels import flash_attention_triton
-
-    return flash_attention_triton.flash_attention
+def _suits_hopper(query: torch.Tensor, key_cache: torch.Tensor, max_query_len: int, max_seq_len: int) -> bool:
+    num_tokens, num_heads, _ = query.shape
+    group = num_heads // key_cache.shape[1]
+    if max_query_len * group < MIN_HOPPER_ROWS:
+        return False
+    num_tiles = -(-num_tokens * group // flash_attention_sm90.TILE_ROWS) * key_cache.shape[1]
+    return num_tiles >= MIN_HOPPER_TILES or max_seq_len <= MAX_HOPPER_FEW_TILES_CONTEXT
 
 
 def _on_cuda(
@@ -207,7 +212,17 @@ def _on_cuda(
     k_scale: float,
     v_scale: float,
 ) -> None:
-    _route(query, key_cache)(
+    if _suits_hopper(query, key_cache, max_query_len, max_seq_len) and flash_attention_sm90.can_serve(
+        out, query, key_cache, value_cache, alibi_slopes, sliding_window, soft_cap
+    ):
+        flash_attention_sm90.flash_attention(
+            out, query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, max_query_len, scale
+        )  # fmt: skip
+        return
+    # Not at the top: a machine without a GPU has no Triton.
+    from kernels import flash_attention_triton
+
+    flash_attention_triton.flash_attention(
         out, query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, max_query_len, max_seq_len, scale,
         alibi_slopes, sliding_window, soft_cap, k_scale, v_scale,
     )  # fmt: skip

@@ -235,8 +235,8 @@ class Configuration:
 # (padded head dim, bytes of a query element, bytes of a cache element) -> by most query rows of a KV head: 16, 32, 64, more.
 CONFIGURATIONS: dict[tuple[int, int, int], tuple[Configuration, Configuration, Configuration, Configuration]] = {
     (32, 2, 2): (Configuration(16, 128, 4, 3), Configuration(32, 128, 4, 3), Configuration(64, 64, 4, 3), Configuration(128, 64, 4, 3)),
-    (64, 2, 2): (Configuration(16, 128, 4, 3), Configuration(32, 64, 4, 3), Configuration(64, 64, 4, 3), Configuration(128, 64, 4, 3)),
-    (128, 2, 2): (Configuration(16, 64, 4, 3), Configuration(32, 64, 4, 3), Configuration(64, 64, 4, 3), Configuration(128, 64, 8, 3)),
+    (64, 2, 2): (Configuration(16, 128, 4, 2), Configuration(32, 128, 4, 5), Configuration(64, 128, 4, 5), Configuration(128, 64, 8, 2)),
+    (128, 2, 2): (Configuration(16, 128, 4, 3), Configuration(32, 128, 4, 3), Configuration(64, 128, 4, 5), Configuration(128, 64, 4, 3)),
     (256, 2, 2): (Configuration(16, 32, 4, 3), Configuration(32, 32, 4, 3), Configuration(64, 32, 4, 3), Configuration(128, 32, 8, 3)),
     (32, 2, 1): (Configuration(16, 128, 4, 3), Configuration(32, 128, 4, 3), Configuration(64, 64, 4, 3), Configuration(128, 64, 4, 3)),
     (64, 2, 1): (Configuration(16, 128, 4, 3), Configuration(32, 64, 4, 3), Configuration(64, 64, 4, 3), Configuration(128, 64, 4, 3)),

@@ -147,8 +147,9 @@ def test_logprobs_ranks_and_top_tokens_equal_the_cpu(num_top: int, kind: str) ->
         tokens = torch.tensor([vocab_size // 2, vocab_size - 1, 0])
         logprobs, ranks, top_ids, top_logprobs = reference.token_logprobs(logits, rows, tokens, num)
         got = [result.cpu() for result in sampling.token_logprobs(logits.cuda(), rows.cuda(), tokens.cuda(), num)]
-        torch.testing.assert_close(got[0], logprobs, atol=1e-5, rtol=1e-6)
-        torch.testing.assert_close(got[3], top_logprobs, atol=1e-5, rtol=1e-6)
+        # Two fp32 sums of 128256 exponentials in different orders.
+        torch.testing.assert_close(got[0], logprobs, atol=5e-5, rtol=5e-6)
+        torch.testing.assert_close(got[3], top_logprobs, atol=5e-5, rtol=5e-6)
         assert torch.equal(got[1], ranks)
         assert torch.equal(got[2], top_ids)
 
