@@ -98,3 +98,14 @@ def test_worker_replicas_can_be_scaled(compose: dict[str, Any]) -> None:
         service = compose["services"][name]
         assert "container_name" not in service and "hostname" not in service, name
         assert "PAGEWIRE_ADVERTISE_HOST" not in service["environment"], "each replica must advertise itself (docker/entrypoint.sh)"
+
+
+def test_workers_get_kernels_built_ahead_and_no_compiler(compose: dict[str, Any]) -> None:
+    all_stages = stages()
+    assert [name for name, (_, body) in all_stages.items() if "g++" in body] == ["cpu-kernels"]
+    for target, kernels in (("worker", "cpu-kernels"), ("worker-gpu", "cuda-kernels")):
+        assert f"--mount=type=bind,from={kernels}," in all_stages[target][1]
+        assert "FROM" not in all_stages[target][1] and all_stages[target][0] in ("runtime", "worker")
+    targets = {name: service["build"]["target"] for name, service in compose["services"].items() if "build" in service}
+    assert {targets["prefill-gpu"], targets["decode-gpu"]} == {"worker-gpu"}
+    assert {targets["prefill"], targets["decode"]} == {"worker"}
