@@ -13,9 +13,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 SERVE := $(VENV)/.installed-serve
 DEV := $(VENV)/.installed-dev
 MIN_COVERAGE := 85
+SANITIZED := d01 or d03 or d16 or greedy or large_vocabularies or fp8_saturates or residual or extreme or pinned
 
 .DEFAULT_GOAL := help
-.PHONY: help up install test check format gpu-test e2e clean
+.PHONY: help up install test check format gpu-test gpu-sanitize e2e clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1	\2/' | expand -t 18
@@ -41,6 +42,10 @@ format: $(DEV) ## Let ruff fix and format the code
 
 gpu-test: $(DEV) ## Run the tests that need an NVIDIA GPU
 	@$(BIN)/python -m pytest -m gpu $(ARGS)
+
+gpu-sanitize: $(DEV) ## Run a part of those under compute-sanitizer: bad addresses, then races in shared memory
+	@for tool in memcheck racecheck; do compute-sanitizer --tool $$tool --error-exitcode 9 --target-processes application-only \
+		$(BIN)/python -m pytest -m gpu tests/kernels -k "$(SANITIZED)" $(ARGS) || exit 1; done
 
 e2e: $(DEV) ## Build the containers, serve from them, break one; skipped where no Docker engine answers
 	@if timeout 5 docker version --format '{{.Server.Version}}' >/dev/null 2>&1; then \
