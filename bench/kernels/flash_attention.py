@@ -9,18 +9,20 @@ Peers that cannot be imported are named and skipped; a share of more than 1 agai
 from __future__ import annotations
 
 import argparse
+import functools
 import json
-import math
-from collections.abc import Callable
+import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import torch
-from triton.testing import do_bench
+from peers import Run, device, flash_attention_3, geometric_mean, measure
+from peers import flashinfer as flashinfer_module
 
 from kernels import flash_attention_triton, reference
 from kernels.flash_attention import flash_attention
 
-Run = Callable[[], torch.Tensor]
 SHAPES = ((1, 2048, 2048), (1, 2048, 8192), (1, 2048, 32768), (1, 8192, 8192), (4, 512, 4096), (1, 17, 8192), (8, 64, 2048))
 """(sequences, query tokens, context)."""
 NUM_CHECKED = 16
@@ -77,19 +79,16 @@ def ours_triton(batch: Batch) -> Run:
 
 
 def fa3(batch: Batch) -> Run:
-    from vllm.vllm_flash_attn import flash_attn_varlen_func
-
-    return lambda: flash_attn_varlen_func(
+    attend = flash_attention_3()
+    return lambda: attend(
         batch.query, batch.key_nhd, batch.value_nhd, max_seqlen_q=batch.num_queries, cu_seqlens_q=batch.start,
-        max_seqlen_k=batch.context, seqused_k=batch.lens, softmax_scale=batch.scale, causal=True, block_table=batch.table, fa_version=3,
+        max_seqlen_k=batch.context, seqused_k=batch.lens, softmax_scale=batch.scale, causal=True, block_table=batch.table,
     )  # fmt: skip
 
 
 def flashinfer(batch: Batch) -> Run:
-    import flashinfer
-
     workspace = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+    wrapper = flashinfer_module().BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
     num_seqs, blocks = batch.table.shape
     starts = torch.arange(num_seqs + 1, dtype=torch.int32, device="cuda") * blocks
     last = torch.full((num_seqs,), (batch.context - 1) % batch.block_size + 1, dtype=torch.int32, device="cuda")
@@ -108,7 +107,7 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    print(f"# {torch.cuda.get_device_name()}, torch {torch.__version__}, {options.heads}/{options.kv_heads} heads of {options.head_dim}, "
+    print(f"# {device()}, {options.heads}/{options.kv_heads} heads of {options.head_dim}, "
           f"block size {options.block_size}, bf16")  # fmt: skip
     rows, ratios = [], []
     for shape in SHAPES:
@@ -116,16 +115,14 @@ def main() -> None:
         times: dict[str, float] = {}
         line = f"{shape[0]} x {shape[1]} @ {shape[2]}:"
         for make in (ours, ours_triton, fa3, flashinfer):
-            try:
-                run = make(batch)
-                error = batch.error(run())
-                times[make.__name__] = float(do_bench(run, warmup=50, rep=150, return_mode="median")) * 1e3
-            except Exception as reason:  # a peer that does not run is named, whatever it raises
-                line += f" {make.__name__} does not run ({type(reason).__name__}: {str(reason)[:80]});"
+            result = measure(functools.partial(make, batch), batch.error)
+            if isinstance(result, str):
+                line += f" {make.__name__} does not run ({result});"
                 continue
+            times[make.__name__] = result.microseconds
             tflops = batch.flops / times[make.__name__] / 1e6
-            line += f" {make.__name__} {times[make.__name__]:.1f} us {tflops:.0f} TFLOP/s error {error:.1e};"
-            rows.append({"shape": shape, "provider": make.__name__, "us": times[make.__name__], "tflops": tflops, "error": error})
+            line += f" {make.__name__} {times[make.__name__]:.1f} us {tflops:.0f} TFLOP/s error {result.error:.1e};"
+            rows.append({"shape": shape, "provider": make.__name__, "us": times[make.__name__], "tflops": tflops, "error": result.error})
         for peer in ("fa3", "flashinfer"):
             if peer in times and "ours" in times:
                 line += f" {peer} / ours {times[peer] / times['ours']:.2f};"
@@ -133,7 +130,7 @@ def main() -> None:
                     ratios.append(times[peer] / times["ours"])
         print(line, flush=True)
     if ratios:
-        print(f"# FlashInfer's time over ours: geometric mean {math.prod(ratios) ** (1 / len(ratios)):.3f}, least {min(ratios):.3f}")
+        print(f"# FlashInfer's time over ours: geometric mean {geometric_mean(ratios):.3f}, least {min(ratios):.3f}")
     if options.json:
         options.json.write_text(json.dumps(rows))
 
