@@ -11,21 +11,20 @@ import argparse
 import ctypes
 import importlib
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import torch
-from triton.testing import do_bench
+from peers import device, microseconds, vllm_top_k_top_p
 
 from kernels import sampling
 from kernels.build import Library, check, load
 from kernels.row_parameters import row_parameters
 
 Run = Callable[[], object]
-
-
-def microseconds(run: Run) -> float:
-    return float(do_bench(run, warmup=50, rep=200, return_mode="median")) * 1e3
 
 
 def read_floor(logits: torch.Tensor) -> Run:
@@ -71,10 +70,10 @@ def flashinfer(logits: torch.Tensor) -> Run:
 
 
 def vllm_native(logits: torch.Tensor) -> Run:
-    peer = importlib.import_module("vllm.v1.sample.ops.topk_topp_sampler")
+    apply_top_k_top_p = vllm_top_k_top_p()
     top_k = torch.full((len(logits),), 50, device="cuda", dtype=torch.int64)
     top_p = torch.full((len(logits),), 0.9, device="cuda")
-    return lambda: peer.apply_top_k_top_p(logits.clone(), top_k, top_p)
+    return lambda: apply_top_k_top_p(logits.clone(), top_k, top_p)
 
 
 def runs_of(logits: torch.Tensor) -> dict[str, Callable[[], Run]]:
@@ -130,7 +129,7 @@ def main() -> None:
                 table.setdefault(name, {})[batch] = microseconds(run)
             except Exception as error:  # a peer that is not there, or does not run here
                 table.setdefault(name, {})[batch] = f"{type(error).__name__}: {error}".splitlines()[0][:60]
-    print(f"vocabulary {arguments.vocab}, fp32, {torch.cuda.get_device_name()}, torch {torch.__version__}: microseconds\n")
+    print(f"vocabulary {arguments.vocab}, fp32, {device()}: microseconds\n")
     print("| | " + " | ".join(f"batch {batch}" for batch in batches) + " |\n|---|" + "---|" * len(batches))
     for name, times in table.items():
         cells = [f"{time:.1f}" if isinstance(time, float) else str(time) for time in (times.get(batch, "") for batch in batches)]
