@@ -41,7 +41,8 @@ CPU_TARGETS = {
 }
 """What images are built for ahead of time, best first, and the flags of /proc/cpuinfo a processor must have to run it."""
 MODULES = (
-    "cpu_attention", "cpu_rotary_embedding", "cache_ops", "rms_norm", "rotary_embedding", "silu_and_mul", "paged_attention", "flash_attention_sm90", "sampling",
+    "cpu_attention", "cpu_rotary_embedding", "cache_ops", "rms_norm", "rotary_embedding", "silu_and_mul",
+    "paged_attention", "flash_attention_sm90", "sampling",
 )  # fmt: skip
 """Files of this package that name, in `libraries()`, what a server may load."""
 
@@ -107,15 +108,20 @@ def _cpu_name() -> str:
     return "".join(next((line for line in lines if line.startswith(key)), "") for key in ("model name", "flags"))
 
 
+def cpu_flags() -> set[str]:
+    """What Linux says the processor can do, in its words; empty elsewhere."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return set(next((line for line in lines if line.startswith("flags")), "").split())
+
+
 def cpu_targets() -> list[str]:
     """The targets besides "native" that this processor runs, best first."""
     if platform.machine() in ARM:
         return ["armv8-a"]
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return []
-    flags = set(next((line for line in lines if line.startswith("flags")), "").split())
+    flags = cpu_flags()
     return [target for target, needed in CPU_TARGETS.items() if flags.issuperset(needed.split())]
 
 

@@ -6,6 +6,7 @@ Same meaning as kernels/reference.py. What depends only on the step (block table
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -15,13 +16,16 @@ import numpy as np
 import torch
 
 from kernels import reference
-from kernels.build import KernelBuildError, Library, check, load
+from kernels.build import KernelBuildError, Library, check, cpu_flags, load
 from kernels.sdpa_attention import SDPAPagedAttention
 
 _log = logging.getLogger(__name__)
 
 _ELEMENTS = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _MAX_FACTOR = 16
+MIN_MATRIX_UNIT_TOKENS = 64
+"""bf16 chunks from here on are left to torch where the processor multiplies matrices of bf16 (AMX), for which it has kernels: up to 2.5
+times faster though it gathers (bench/kernels/cpu_attention.py --dtype bfloat16)."""
 
 
 class _Arguments(ctypes.Structure):
@@ -29,7 +33,7 @@ class _Arguments(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "key_cache", "value_cache", "out")),
-        *((name, ctypes.c_void_p) for name in ("blocks", "first_block", "query_start", "seq_lens", "alibi_slopes")),
+        *((name, ctypes.c_void_p) for name in ("blocks", "first_block", "query_start", "query_lens", "seq_lens", "alibi_slopes")),
         *((name, ctypes.c_int64) for name in ("num_seqs", "num_heads", "num_kv_heads", "head_dim", "block_size")),
         *((name, ctypes.c_int64) for name in ("query_stride", "cache_block_stride", "cache_head_stride", "sliding_window", "num_threads")),
         *((name, ctypes.c_float) for name in ("scale", "soft_cap")),
@@ -77,6 +81,11 @@ def _launcher(dtype: torch.dtype, head_dim: int) -> _Launcher | None:
         return _launchers[wanted]
 
 
+@functools.cache
+def _has_matrix_unit() -> bool:
+    return "amx_bf16" in cpu_flags()
+
+
 class CPUPagedAttention:
     """Attention of one step. `block_tables[i]` covers seq_lens[i] tokens; request i owns rows query_start_loc[i : i + 2], the last of
     its positions."""
@@ -99,8 +108,10 @@ class CPUPagedAttention:
             raise ValueError("a block table is shorter than its sequence; give ceil(seq_len / block_size) blocks")
         self._first_block = np.cumsum([0, *num_blocks], dtype=np.int64)
         self._query_start = np.array(query_start_loc, np.int64)
+        self._query_lens = np.diff(self._query_start)
         self._seq_lens = np.array(seq_lens, np.int64)
         self._on_torch: SDPAPagedAttention | None = None
+        self._chunks: list[tuple[int, int, SDPAPagedAttention]] | None = None
 
     def __call__(
         self,
@@ -127,17 +138,33 @@ class CPUPagedAttention:
         if not query.dtype == key_cache.dtype == value_cache.dtype:
             raise ValueError(f"key_cache and value_cache must be {query.dtype} as the query is")
         out = torch.empty(query.shape, dtype=query.dtype)
+        query_lens = self._query_lens
+        has_options = alibi_slopes is not None or sliding_window is not None or soft_cap is not None
+        if query.dtype is torch.bfloat16 and not has_options and _has_matrix_unit() and query_lens.max(initial=0) >= MIN_MATRIX_UNIT_TOKENS:
+            for start, end, on_torch in self._long_chunks():
+                out[start:end] = on_torch(query[start:end], key_cache, value_cache, scale)
+            query_lens = np.where(query_lens >= MIN_MATRIX_UNIT_TOKENS, 0, query_lens)
         slopes = None if alibi_slopes is None else alibi_slopes.to(torch.float32).contiguous()
         arguments = _Arguments(
             query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), out.data_ptr(),
-            self._blocks.ctypes.data, self._first_block.ctypes.data, self._query_start.ctypes.data, self._seq_lens.ctypes.data,
-            None if slopes is None else slopes.data_ptr(),
+            self._blocks.ctypes.data, self._first_block.ctypes.data, self._query_start.ctypes.data, query_lens.ctypes.data,
+            self._seq_lens.ctypes.data, None if slopes is None else slopes.data_ptr(),
             len(self._seq_lens), self._num_heads, self._num_kv_heads, head_dim, self._block_size,
             query.stride(0), key_cache.stride(0), key_cache.stride(1), sliding_window or 0, torch.get_num_threads(),
             scale, soft_cap or 0.0,
         )  # fmt: skip
         check(launcher(ctypes.byref(arguments)))
         return out
+
+    def _long_chunks(self) -> list[tuple[int, int, SDPAPagedAttention]]:
+        if self._chunks is None:
+            block_tables, query_start_loc, seq_lens = self._step
+            self._chunks = []
+            for i in np.flatnonzero(self._query_lens >= MIN_MATRIX_UNIT_TOKENS).tolist():
+                start, end = query_start_loc[i], query_start_loc[i + 1]
+                step = ([list(block_tables[i])], [0, end - start], [seq_lens[i]])
+                self._chunks.append((start, end, SDPAPagedAttention(*step, self._block_size, self._num_heads, self._num_kv_heads)))
+        return self._chunks
 
     def _without_kernel(
         self,

@@ -1,8 +1,9 @@
 """Attention on the CPU: ours over the paged cache beside torch's scaled_dot_product_attention on the same data laid out contiguously.
 
-    python bench/kernels/cpu_attention.py [--dtype float32] [--repeat 41]
+    python bench/kernels/cpu_attention.py [--dtype float32] [--repeat 41] [--cpu-time]
 
-Milliseconds, best and median; ratio = torch's best / ours, so higher is better. Runs of the two alternate, so that other load meets both.
+Milliseconds, best and median; ratio = best of torch / best of ours, so higher is better. Runs of all alternate, so that other load meets
+all; where it is heavy, --cpu-time counts the processor time of one thread.
 Torch gets grouped queries folded into rows where that is allowed (decode), a causal mask where it is not (chunks).
 """
 
@@ -38,19 +39,27 @@ CASES = [  # sequences, query tokens each, context with them, query heads, KV he
 ]
 
 
-def alternate(runs: dict[str, Callable[[], torch.Tensor]], repeat: int) -> dict[str, list[float]]:
+def alternate(runs: dict[str, Callable[[], torch.Tensor]], repeat: int, clock: Callable[[], float]) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in runs}
     for attempt in range(repeat + 3):
         for name, run in runs.items():
-            start = time.perf_counter()
+            start = clock()
             run()
             if attempt >= 3:
-                times[name].append((time.perf_counter() - start) * 1e3)
+                times[name].append((clock() - start) * 1e3)
     return times
 
 
 def measure(
-    num_seqs: int, num_query: int, context: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, repeat: int
+    num_seqs: int,
+    num_query: int,
+    context: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    repeat: int,
+    clock: Callable[[], float],
 ) -> None:
     torch.manual_seed(0)
     num_blocks = -(-context // BLOCK_SIZE)
@@ -82,7 +91,7 @@ def measure(
     }
     wanted = reference.paged_attention(query[:num_query], key_cache, value_cache, tables[:1], [0, num_query], [context], scale)
     torch.testing.assert_close(runs["ours"]()[:num_query], wanted, atol=1e-2 if dtype.itemsize == 2 else 1e-5, rtol=1e-2)
-    times = alternate(runs, repeat)
+    times = alternate(runs, repeat, clock)
     best, median = ({name: function(values) for name, values in times.items()} for function in (min, statistics.median))
     cells = [f"{best[name]:.2f} ({median[name]:.2f})" for name in runs]
     cells.insert(2, f"{best['sdpa'] / best['ours']:.2f}")
@@ -93,8 +102,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--repeat", type=int, default=41)
+    parser.add_argument("--cpu-time", action="store_true")
     options = parser.parse_args()
     dtype = getattr(torch, options.dtype)
+    if options.cpu_time:
+        torch.set_num_threads(1)
     if not cpu_attention.prepare(dtype, 64):
         sys.exit("no C++ compiler: there is nothing to measure")
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {options.dtype}: ms best (median)\n")
@@ -102,7 +114,7 @@ def main() -> None:
         "| sequences x query @ context, heads, d | ours | SDPA, contiguous | ratio | without a compiler (gathers) |\n|---|---|---|---|---|"
     )
     for case in CASES:
-        measure(*case, dtype, options.repeat)
+        measure(*case, dtype, options.repeat, time.process_time if options.cpu_time else time.perf_counter)
 
 
 if __name__ == "__main__":

@@ -138,7 +138,8 @@ struct Arguments {
     void* out;
     const int32_t* blocks;        // all block tables, one after the other
     const int64_t* first_block;   // [num_seqs] where each table begins in `blocks`
-    const int64_t* query_start;   // [num_seqs + 1]
+    const int64_t* query_start;   // [num_seqs] first row of each in the query
+    const int64_t* query_lens;    // [num_seqs]
     const int64_t* seq_lens;      // [num_seqs]
     const float* alibi_slopes;    // [num_heads] or null
     int64_t num_seqs, num_heads, num_kv_heads, head_dim, block_size;
@@ -422,7 +423,7 @@ inline void transpose(const E* const* rows, int count, int64_t head_dim, float* 
 void prefill(Plan& plan, const Task& task) {
     const Arguments& a = plan.a;
     const int64_t group = plan.group, d = a.head_dim, seq_len = a.seq_lens[task.seq], start = a.query_start[task.seq];
-    const int64_t context = seq_len - (a.query_start[task.seq + 1] - start);  // position of the chunk's first token
+    const int64_t context = seq_len - a.query_lens[task.seq];  // position of the chunk's first token
     const int32_t* table = a.blocks + a.first_block[task.seq];
     const int num_tokens = (int)(task.last - task.first), num_rows = (int)(num_tokens * group);
     thread_local std::vector<float> memory;
@@ -516,7 +517,7 @@ EXPORT const char* cpu_paged_attention(const Arguments* arguments) {
     int64_t num_parts = 0, num_groups = 0, num_elements = 0;
     const int64_t tile_tokens = std::max<int64_t>(1, TILE_ROWS / plan.group);
     for (int64_t s = 0; s < a.num_seqs; s++) {
-        const int64_t num_tokens = a.query_start[s + 1] - a.query_start[s];
+        const int64_t num_tokens = a.query_lens[s];
         if (num_tokens < 2) continue;
         for (int64_t last = num_tokens; last > 0; last -= tile_tokens)  // the tiles that see the most keys first
             for (int64_t h = 0; h < a.num_kv_heads; h++) {
@@ -525,7 +526,7 @@ EXPORT const char* cpu_paged_attention(const Arguments* arguments) {
             }
     }
     for (int64_t s = 0; s < a.num_seqs; s++) {
-        if (a.query_start[s + 1] - a.query_start[s] != 1) continue;
+        if (a.query_lens[s] != 1) continue;
         const int64_t seq_len = a.seq_lens[s];
         int64_t first = a.sliding_window ? std::max<int64_t>(0, seq_len - a.sliding_window) : 0;
         const int64_t first_part = first / PART_TOKENS, parts = std::max<int64_t>(1, (seq_len + PART_TOKENS - 1) / PART_TOKENS - first_part);

@@ -222,6 +222,12 @@ class TestCompiled:
         case = Case([(1, 17), (5, 37), (1, 1), (70, 75)], 9, 3, 64, dtype=dtype, unused=poison)
         torch.testing.assert_close(case.run().double(), case.expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
+    def test_chunks_of_bf16_are_the_same_with_and_without_a_matrix_unit(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        case = Case([(1, 70), (64, 300), (9, 20), (130, 130)], 9, 3, 64, dtype=torch.bfloat16, unused=float("nan"))
+        for has_one in (False, True):
+            monkeypatch.setattr(cpu_attention, "_has_matrix_unit", lambda has_one=has_one: has_one)
+            torch.testing.assert_close(case.run().double(), case.expected, atol=2e-2, rtol=2e-2)
+
     def test_a_row_does_not_depend_on_its_batch_or_the_number_of_threads(self) -> None:
         case = Case([(1, 700), (40, 300), (1, 20), (1, 5000)], 9, 3, 64)
         together = case.run()
