@@ -260,6 +260,7 @@ inline void product_rows(const float* left, int64_t left_stride, Right right, in
                                   factors ? factors + r : nullptr, num_columns);
     };
     rows(std::integral_constant<int, ROWS>());
+    rows(std::integral_constant<int, 4>());
     rows(std::integral_constant<int, 3>());
     rows(std::integral_constant<int, 2>());
     rows(std::integral_constant<int, 1>());
@@ -323,30 +324,20 @@ void decode(Plan& plan, const Task& task) {
     for (int64_t i = 0; i < group * d; i++) query[i] = to_float(source[i]) * a.scale, sums[i] = 0;
     for (int64_t g = 0; g < group; g++) max[g] = LOWEST, normaliser[g] = 0;
 
-    const E *key_rows[2][TILE_KEYS], *value_rows[TILE_KEYS];
-    auto find_keys = [&](int64_t first, int which) {
-        find_rows(a, (const E*)a.key_cache, table, task.kv_head, first, (int)std::min<int64_t>(TILE_KEYS, task.last - first), key_rows[which]);
-    };
-    find_keys(task.first, 0);
-    int which = 0;
-    for (int64_t first = task.first; first < task.last; first += TILE_KEYS, which ^= 1) {
+    const E *key_rows[TILE_KEYS], *value_rows[TILE_KEYS];
+    for (int64_t first = task.first; first < task.last; first += TILE_KEYS) {
         const int count = (int)std::min<int64_t>(TILE_KEYS, task.last - first);
+        find_rows(a, (const E*)a.key_cache, table, task.kv_head, first, count, key_rows);
         find_rows(a, (const E*)a.value_cache, table, task.kv_head, first, count, value_rows);
-        const E* const* keys = key_rows[which];
         for (int64_t g = 0; g < group;) {
             auto rows = [&](auto size) {
                 constexpr int G = decltype(size)::value;
-                for (; g + G <= group; g += G) dot<G>(query + g * d, d, keys, value_rows, count, scores + g * TILE_KEYS);
+                for (; g + G <= group; g += G) dot<G>(query + g * d, d, key_rows, value_rows, count, scores + g * TILE_KEYS);
             };
             rows(std::integral_constant<int, 4>());
             rows(std::integral_constant<int, 3>());
             rows(std::integral_constant<int, 2>());
             rows(std::integral_constant<int, 1>());
-        }
-        if (first + TILE_KEYS < task.last) {
-            find_keys(first + TILE_KEYS, which ^ 1);
-            const int next = (int)std::min<int64_t>(TILE_KEYS, task.last - first - TILE_KEYS);
-            for (int t = 0; t < next; t++) prefetch(key_rows[which ^ 1][t], d * (int64_t)sizeof(E));
         }
         float factors[64];
         for (int64_t g0 = 0; g0 < group; g0 += 64) {
