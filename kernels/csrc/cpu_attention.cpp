@@ -540,7 +540,9 @@ EXPORT const char* cpu_paged_attention(const Arguments* arguments) {
         plan.partials = scratch(partials, (size_t)num_parts * plan.group * (a.head_dim + 2));
         plan.num_done.reset(new std::atomic<int>[num_groups]());
     }
-    const int64_t num_threads = num_elements < INLINE_ELEMENTS ? 1 : std::min<int64_t>(a.num_threads, (int64_t)plan.tasks.size());
+    // All of torch's threads or none, even for a few tasks: a smaller team makes libgomp end the threads that are left over, and the next
+    // region of torch's starts them again.
+    const int64_t num_threads = num_elements < INLINE_ELEMENTS || plan.tasks.size() < 2 ? 1 : a.num_threads;
     run_on_threads(work, &plan, (int)num_threads);
     return nullptr;
 }

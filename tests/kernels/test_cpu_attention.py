@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -273,3 +275,24 @@ class TestCompiled:
             torch.testing.assert_close(case.run().double(), case.expected, atol=2e-6, rtol=2e-6)
         assert [record.message for record in caplog.records if "no compiler here" in record.message] == [caplog.records[0].message]
         assert not cpu_attention.prepare(torch.float32, 32)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_a_step_of_few_tasks_leaves_torch_its_threads(path: str) -> None:
+    """libgomp ends the threads that a smaller team does not need; then torch's next region would start them anew, in every layer."""
+    case = Case([(1, 250)], 9, 3, 64)
+    other = torch.randn(1 << 20)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(8)
+    try:
+        seen: set[str] = set()
+        for step in range(12):
+            other.sin()
+            case.run()
+            if step == 1:
+                seen.clear()
+            seen |= {task.name for task in Path("/proc/self/task").iterdir()}
+        now = len(list(Path("/proc/self/task").iterdir()))
+    finally:
+        torch.set_num_threads(num_threads)
+    assert len(seen) <= now + 2
