@@ -17,6 +17,7 @@ LEVELS_PER_OCTAVE = 1 << 23
 TOP_P_OFF = 1 << 31
 MAX_LEVEL_OFF = (1 << 32) - 1
 _MIN_SCALE = 2.0**-100
+_MIN_MIN_P = 2.0**-64
 _MASK = (1 << 64) - 1
 
 
@@ -29,7 +30,8 @@ def row_parameters(
     """
     is_greedy = temperature < GREEDY_TEMPERATURE
     scale = 0.0 if is_greedy else max(math.log2(math.e) / temperature * LEVELS_PER_OCTAVE, _MIN_SCALE)
-    max_level = MAX_LEVEL_OFF if min_p <= 0.0 else max(0, math.floor(-math.log2(min_p) * LEVELS_PER_OCTAVE))
+    # No level reaches 2^29; a limit past that would not fit the 32 bits that kernels give it.
+    max_level = MAX_LEVEL_OFF if min_p <= _MIN_MIN_P else max(0, math.floor(-math.log2(min_p) * LEVELS_PER_OCTAVE))
     share = TOP_P_OFF if top_p >= 1.0 else max(1, round(top_p * TOP_P_OFF))
     return [
         struct.unpack("<I", struct.pack("<f", scale))[0],

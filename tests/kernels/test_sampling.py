@@ -166,6 +166,15 @@ def test_extreme_temperatures_stay_numbers(temperature: float) -> None:
         assert len(set(tokens)) > 30 and 5 not in tokens
 
 
+@pytest.mark.parametrize("min_p", [2.0**-64, 1e-80, 1e-100, 2.0**-512, 5e-324])
+@pytest.mark.parametrize("top_k", [0, 50])
+def test_a_min_p_below_every_weight_is_off(top_k: int, min_p: float) -> None:
+    logits = make_logits("normal", 1, 1000)
+    parameters = parameters_of(min_p=min_p, top_k=top_k)
+    assert torch.equal(parameters, parameters_of(top_k=top_k))
+    assert torch.equal(sampling.sample_tokens(logits, parameters), reference.sample_tokens(logits, parameters))
+
+
 @pytest.mark.parametrize("kind", ["normal", "flat", "ties", "with -inf and nan", "signed zeros"])
 @pytest.mark.parametrize("num_top", [0, 1, 5, 20])
 def test_the_cpu_logprobs_equal_the_reference(num_top: int, kind: str) -> None:
