@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 SOURCES = Path(__file__).parent / "csrc"
 PREBUILT = Path(__file__).parent / "prebuilt"
 BUILD_TIMEOUT_S = 900
+VERSION_TIMEOUT_S = 10
 ARM = ("aarch64", "arm64")
 CPU_TARGETS = {
     "x86-64-v4": "avx512f avx512bw avx512cd avx512dq avx512vl avx2 bmi2 fma f16c",
@@ -105,7 +106,8 @@ def _cpu_name() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return "".join(next((line for line in lines if line.startswith(key)), "") for key in ("model name", "flags"))
+    keys = ("model name", "flags", "CPU implementer", "CPU part", "Features")  # x86 has the first two, ARM the others
+    return platform.machine() + "".join(next((line for line in lines if line.startswith(key)), "") for key in keys)
 
 
 def cpu_flags() -> set[str]:
@@ -152,7 +154,10 @@ def _command(library: Library, arch: str) -> list[str]:
 
 @functools.cache
 def _compiler_version(compiler: str) -> str:
-    return subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
+    try:
+        return subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=VERSION_TIMEOUT_S, check=False).stdout
+    except subprocess.TimeoutExpired:
+        raise KernelBuildError(f"{compiler} --version did not end within {VERSION_TIMEOUT_S} s; set CXX to a compiler that works") from None
 
 
 @functools.cache

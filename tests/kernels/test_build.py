@@ -74,6 +74,25 @@ def test_what_was_built_for_another_processor_is_not_found(sources: Path, monkey
     assert name_of(LIBRARY, "native") != here
 
 
+@pytest.mark.parametrize("line", ["model name : {}", "flags : {}", "CPU implementer : {}", "CPU part : {}", "Features : {}"])
+def test_processors_that_differ_have_different_names(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = set()
+    for value in ("0x41", "0x46"):
+        monkeypatch.setattr(build.Path, "read_text", lambda _, value=value: f"processor : 0\n{line.format(value)}\n")
+        names.add(build._cpu_name())
+    assert len(names) == 2
+
+
+def test_a_compiler_that_hangs_is_no_compiler(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "slow-cxx"
+    compiler.write_text("#!/bin/sh\nexec sleep 60\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(build, "VERSION_TIMEOUT_S", 0.2)
+    with pytest.raises(KernelBuildError, match=r"slow-cxx --version did not end"):
+        build.load(LIBRARY)
+
+
 @pytest.mark.usefixtures("no_compilers")
 def test_without_a_compiler_the_error_says_what_to_do(sources: Path) -> None:
     with pytest.raises(KernelBuildError, match=r"answer\.cu needs nvcc.*CUDA_HOME.*pagewire\[nvcc\]"):
