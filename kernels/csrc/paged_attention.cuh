@@ -117,8 +117,9 @@ struct Shape {
     static constexpr int V_TILES = CLASSIC ? 1 : CHUNK_ITEMS / 2;                           // 16-row tiles of O^T per V group
     static constexpr int OPERAND_BYTES = STAGE_TOKENS * ROW_BYTES + 8 * PIECE_SKEW;         // K or V of one stage
     static constexpr int STAGE_BYTES = 2 * OPERAND_BYTES;
-    // Shallow: four blocks fit a multiprocessor. Deep: two, each with more copies in flight.
-    static constexpr int NUM_STAGES = clamp((IS_DEEP ? 112 : 56) * 1024 / STAGE_BYTES, IS_DEEP ? 2 : 1, 6);
+    // Shallow: four blocks fit a multiprocessor. Deep: two, each with more copies in flight. The stages also hold what the warps merge.
+    static constexpr int MIN_STAGES = IS_DEEP || STAGE_BYTES < NUM_WARPS * 16 * HEAD_DIM * 4 ? 2 : 1;
+    static constexpr int NUM_STAGES = clamp((IS_DEEP ? 112 : 56) * 1024 / STAGE_BYTES, MIN_STAGES, 6);
     static constexpr int SHARED_BYTES = NUM_STAGES * STAGE_BYTES + BARRIER_BYTES;
     static_assert(4 * NUM_STAGES * 8 <= BARRIER_BYTES, "full and empty, K and V");
     static_assert(ROW_BYTES % 8 == 0, "a row must be a multiple of 8 bytes");
