@@ -1,40 +1,53 @@
 // Launchers of paged_attention.cuh for one head size, scalar type, cache type and layout: HEAD_SIZE, SCALAR (0 half, 1 bfloat16),
 // KV_CACHE (0 as SCALAR, 1 FP8 E4M3, 2 FP8 E5M2), CLASSIC_LAYOUT (0 the engine's layout, 1 the classic ones).
+#include <atomic>
 #include <type_traits>
 #include "paged_attention.cuh"
 
 using namespace paged_attention;
 using T = std::conditional_t<SCALAR == 0, __half, __nv_bfloat16>;
 
-constexpr int SHARED_BYTES_PER_MULTIPROCESSOR = 228 * 1024;  // of sm_90; fewer elsewhere, where blocks then come alone
+constexpr int ARCHS[] = {__CUDA_ARCH_LIST__};  // what this library is compiled for
+constexpr int MAX_DEVICES = 64;
 
-static int device_index() {
-    int device = 0;
-    cudaGetDevice(&device);
-    return device < 64 ? device : 63;
+// The dynamic shared memory that a block of `kernel` may ask for on a device.
+static int max_shared_bytes(const void* kernel, int device) {
+    int bytes = 0;
+    cudaFuncAttributes attributes = {};
+    cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    cudaFuncGetAttributes(&attributes, kernel);
+    return bytes - static_cast<int>(attributes.sharedSizeBytes);
 }
 
 // Asking for more shared memory than a block needs keeps the number of blocks on a multiprocessor down.
-static int shared_bytes_for(int needed, int blocks_per_multiprocessor) {
-    const int at_most = SHARED_BYTES_PER_MULTIPROCESSOR / (blocks_per_multiprocessor + 1) + 1;
-    return needed > at_most ? needed : at_most;
+static int shared_bytes_for(int needed, int blocks_per_multiprocessor, int bytes_per_multiprocessor, int most) {
+    const int wanted = bytes_per_multiprocessor / (blocks_per_multiprocessor + 1) + 1;
+    return needed > wanted ? needed : wanted < most ? wanted : most;
 }
 
 template <int NUM_GROUPS, bool IS_DEEP>
 static const char* attend_with(const Params& p, int blocks_per_multiprocessor, cudaStream_t stream) {
     auto* kernel = attend<T, KV_CACHE, HEAD_SIZE, CLASSIC_LAYOUT, NUM_GROUPS, IS_DEEP>;
     constexpr int needed = Shape<T, KV_CACHE, HEAD_SIZE, CLASSIC_LAYOUT, IS_DEEP>::SHARED_BYTES;
-    static bool is_prepared[64];
-    const int device = device_index();
-    if (!is_prepared[device]) {
-        if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes_for(needed, 1)) != cudaSuccess) {
-            cudaGetLastError();
-            return "this GPU has too little shared memory for this head size";
-        }
-        is_prepared[device] = true;
+    static std::atomic<int> most[MAX_DEVICES], per_multiprocessor[MAX_DEVICES];  // bytes; 0: the kernel is not prepared for the device
+    int device = 0;
+    cudaGetDevice(&device);
+    if (device >= MAX_DEVICES) return "more than 64 GPUs in a process";
+    if (most[device] == 0) {
+        const int bytes = max_shared_bytes(reinterpret_cast<const void*>(kernel), device);
+        if (bytes >= needed) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+        int all = 0;
+        cudaDeviceGetAttribute(&all, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+        if (const char* error = last_error()) return error;
+        per_multiprocessor[device] = all;
+        most[device] = bytes;
+    }
+    if (most[device] < needed) {
+        if constexpr (IS_DEEP) return attend_with<NUM_GROUPS, false>(p, blocks_per_multiprocessor, stream);
+        return "this GPU has too little shared memory for this head size";
     }
     dim3 grid(p.num_kv_heads * p.groups_per_kv_head, p.num_seqs, p.num_partitions);
-    kernel<<<grid, NUM_THREADS, shared_bytes_for(needed, blocks_per_multiprocessor), stream>>>(p);
+    kernel<<<grid, NUM_THREADS, shared_bytes_for(needed, blocks_per_multiprocessor, per_multiprocessor[device], most[device]), stream>>>(p);
     return last_error();
 }
 
@@ -44,12 +57,12 @@ static const char* reduce_partitions(const Params& p, cudaStream_t stream) {
     config.gridDim = dim3(p.num_heads, p.num_seqs);
     config.blockDim = dim3(32 * REDUCE_WARPS);
     config.stream = stream;
-    // The blocks come in while the partitions still run, and wait inside.
+    // The blocks come in while the partitions still run, and wait inside. Older GPUs know nothing of it.
     cudaLaunchAttribute attribute;
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
     config.attrs = &attribute;
-    config.numAttrs = 1;
+    config.numAttrs = ARCHS[0] >= 900 ? 1 : 0;
     cudaError_t error = cudaLaunchKernelEx(&config, reduce<T, HEAD_SIZE>, p);
     return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }

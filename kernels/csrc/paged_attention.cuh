@@ -199,7 +199,7 @@ struct Kernel {
                 for (int piece = 0; piece < num_pieces; ++piece) {
                     const uint64_t from = __shfl_sync(~0u, reinterpret_cast<uint64_t>(source), piece);
                     const uint64_t to = __shfl_sync(~0u, reinterpret_cast<uint64_t>(target), piece);
-                    if (!__shfl_sync(~0u, copies, piece)) break;
+                    if (!__shfl_sync(~0u, copies, piece)) continue;  // before the window, or behind the end
                     for (int offset = lane * 16; offset < static_cast<int>(piece_bytes); offset += 32 * 16)
                         copy_16_bytes(reinterpret_cast<char*>(to) + offset, reinterpret_cast<const char*>(from) + offset);
                 }
