@@ -55,13 +55,6 @@ struct Shared {
     uint64_t full_keys[NUM_STAGES], full_values[NUM_STAGES], empty_keys[NUM_STAGES], empty_values[NUM_STAGES];
 };
 
-#ifdef NO_TURN
-#define TURN_SYNC
-#define TURN_ARRIVE
-#else
-#define TURN_SYNC named_barrier_sync(BARRIER_TURN + c.group, 256)
-#define TURN_ARRIVE named_barrier_arrive(BARRIER_TURN + (c.group ^ 1), 256)
-#endif
 enum NamedBarrier { BARRIER_GROUP = 1 /* and 2 */, BARRIER_TAIL = 3, BARRIER_TURN = 4 /* and 5 */ };
 
 template <typename T, int HEAD_DIM>
@@ -75,6 +68,10 @@ struct Consumer {
     int position[2];  // of this thread's rows: they see keys 0 .. position
     int group, thread, lane, warp;
     uint64_t query_descriptor;
+
+    // The warpgroups take turns at issuing products: while one computes its softmax, the other's products run.
+    __device__ __forceinline__ void take_turn() const { named_barrier_sync(BARRIER_TURN + group, 256); }
+    __device__ __forceinline__ void pass_turn() const { named_barrier_arrive(BARRIER_TURN + (group ^ 1), 256); }
 
     __device__ __forceinline__ void issue_scores(const Tiles& tiles, int stage) {
         const uint64_t keys = matrix_descriptor(tiles.keys[0]) + stage * (Tiles::TILE_BYTES >> 4);
@@ -197,7 +194,10 @@ __global__ void __launch_bounds__(NUM_THREADS, 1)
         const int piece_rows = min(p.block_size, TILE_KEYS);
         const int num_pieces = TILE_KEYS / piece_rows;
         const int box = threadIdx.x % 32 * WARPS + threadIdx.x / 32;
-        const bool has_box = box < num_pieces * Tiles::HALVES;
+        const int num_boxes = num_pieces * Tiles::HALVES;
+        // Nothing would hold back a tile for a warp without boxes: two phases late, it would wait for ever.
+        if (threadIdx.x / 32 >= num_boxes) return;
+        const bool has_box = box < num_boxes;
         const int piece = box / Tiles::HALVES, half = box % Tiles::HALVES;
         const int offset = half * Tiles::HALF_BYTES + piece * piece_rows * 128;
         int loaded = 0;  // key tiles so far
@@ -211,13 +211,13 @@ __global__ void __launch_bounds__(NUM_THREADS, 1)
                 const int token = (w.num_tiles - 1 - i) * TILE_KEYS + piece * piece_rows;
                 // A block past the end is asked for outside the tensor, and arrives as zeros.
                 const int block = has_box && token < w.seq_len ? table[token / p.block_size] : p.num_blocks;
-            mbarrier_wait(&tiles.empty_keys[stage], parity ^ 1);
-            if (threadIdx.x == 0) mbarrier_expect_bytes(&tiles.full_keys[stage], Tiles::TILE_BYTES);
-            if (has_box) tensor_copy(tiles.keys[stage] + offset, &key_map, half * 64, token % p.block_size, w.kv_head, block, &tiles.full_keys[stage]);
-            mbarrier_wait(&tiles.empty_values[stage], parity ^ 1);
-            if (threadIdx.x == 0) mbarrier_expect_bytes(&tiles.full_values[stage], Tiles::TILE_BYTES);
-            if (has_box)
-                tensor_copy(tiles.values[stage] + offset, &value_map, half * 64, token % p.block_size, w.kv_head, block, &tiles.full_values[stage]);
+                mbarrier_wait(&tiles.empty_keys[stage], parity ^ 1);
+                if (threadIdx.x == 0) mbarrier_expect_bytes(&tiles.full_keys[stage], Tiles::TILE_BYTES);
+                if (has_box) tensor_copy(tiles.keys[stage] + offset, &key_map, half * 64, token % p.block_size, w.kv_head, block, &tiles.full_keys[stage]);
+                mbarrier_wait(&tiles.empty_values[stage], parity ^ 1);
+                if (threadIdx.x == 0) mbarrier_expect_bytes(&tiles.full_values[stage], Tiles::TILE_BYTES);
+                if (has_box)
+                    tensor_copy(tiles.values[stage] + offset, &value_map, half * 64, token % p.block_size, w.kv_head, block, &tiles.full_values[stage]);
             }
         }
         return;
@@ -233,8 +233,7 @@ __global__ void __launch_bounds__(NUM_THREADS, 1)
     constexpr int CHUNKS = HEAD_DIM / 8, PIECE_ROWS = 128 / CHUNKS, PIECES = 64 / PIECE_ROWS;
     const int piece_row = c.group * 64 + c.thread / CHUNKS, piece_chunk = c.thread % CHUNKS;
     const int piece_offset = (piece_chunk / 8) * Tiles::HALF_BYTES + piece_row * 128 + (((piece_chunk % 8) ^ (piece_row % 8)) << 4);
-    // The warpgroups take turns at issuing products: while one computes its softmax, the other's products run.
-    if (c.group == 1) TURN_ARRIVE;
+    if (c.group == 1) c.pass_turn();
 
     int consumed = 0;  // key tiles so far
     for (int item = 0;; ++item) {
@@ -280,9 +279,9 @@ __global__ void __launch_bounds__(NUM_THREADS, 1)
 
         const int first_stage = consumed % NUM_STAGES;
         mbarrier_wait(&tiles.full_keys[first_stage], (consumed / NUM_STAGES) & 1);
-        TURN_SYNC;
+        c.take_turn();
         c.issue_scores(tiles, first_stage);
-        TURN_ARRIVE;
+        c.pass_turn();
         wgmma_wait<0>();
         keep_in_registers(c.scores);
         c.release(&tiles.empty_keys[first_stage]);
@@ -310,12 +309,12 @@ __global__ void __launch_bounds__(NUM_THREADS, 1)
         for (int i = 1; i < w.num_tiles; ++i) {
             const int at = consumed + i, stage = at % NUM_STAGES, previous = (at - 1) % NUM_STAGES;
             mbarrier_wait(&tiles.full_keys[stage], (at / NUM_STAGES) & 1);
-            TURN_SYNC;
+            c.take_turn();
             c.issue_scores(tiles, stage);
             c.rescale(factor);
             mbarrier_wait(&tiles.full_values[previous], ((at - 1) / NUM_STAGES) & 1);
             c.issue_values(tiles, previous);
-            TURN_ARRIVE;
+            c.pass_turn();
             wgmma_wait<1>();
             keep_in_registers(c.scores);
             c.release(&tiles.empty_keys[stage]);
