@@ -35,9 +35,9 @@ static const char* attend_with(const Params& p, int blocks_per_multiprocessor, c
     if (device >= MAX_DEVICES) return "more than 64 GPUs in a process";
     if (most[device] == 0) {
         const int bytes = max_shared_bytes(reinterpret_cast<const void*>(kernel), device);
-        if (bytes >= needed) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
         int all = 0;
         cudaDeviceGetAttribute(&all, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+        if (bytes >= needed) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes_for(needed, 1, all, bytes));
         if (const char* error = last_error()) return error;
         per_multiprocessor[device] = all;
         most[device] = bytes;
