@@ -212,6 +212,8 @@ def _on_cuda(
     k_scale: float,
     v_scale: float,
 ) -> None:
+    if key_cache.dtype not in FP8_DTYPES:
+        k_scale = v_scale = 1.0
     if _suits_hopper(query, key_cache, max_query_len, max_seq_len) and flash_attention_sm90.can_serve(
         out, query, key_cache, value_cache, alibi_slopes, sliding_window, soft_cap
     ):
@@ -246,7 +248,7 @@ def _on_cpu(
     v_scale: float,
 ) -> None:
     tables, starts, lens = block_tables.tolist(), query_start_loc.tolist(), seq_lens.tolist()
-    if key_cache.dtype == query.dtype and k_scale == v_scale == 1.0:
+    if key_cache.dtype not in FP8_DTYPES:
         attention = CPUPagedAttention(tables, starts, lens, key_cache.shape[2], query.shape[1], key_cache.shape[1])
         result = attention(
             query, key_cache, value_cache, scale, alibi_slopes=alibi_slopes, sliding_window=sliding_window, soft_cap=soft_cap

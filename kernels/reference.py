@@ -95,13 +95,15 @@ def paged_attention(
     rows of its seq_lens[i] positions. Keys and values past seq_len are not read, whatever the slots hold. A row without keys
     (seq_len 0, or owned by no request) is zero. Sums are kept in `accumulate`.
 
-    A score is query . key x scale, where an FP8 cache holds key / k_scale and value / v_scale, then soft_cap x tanh(score / soft_cap)
-    (Gemma 2), then + alibi_slopes[head] x (key position - query position) (Press et al. 2022); a query at position p sees keys
-    p - sliding_window + 1 .. p (Beltagy et al. 2020)."""
+    A score is query . key x scale, where an FP8 cache holds key / k_scale and value / v_scale (any other holds keys and values, whatever
+    the scales: see `quantize`), then soft_cap x tanh(score / soft_cap) (Gemma 2), then + alibi_slopes[head] x (key position - query
+    position) (Press et al. 2022); a query at position p sees keys p - sliding_window + 1 .. p (Beltagy et al. 2020)."""
     out = torch.zeros_like(query)
     num_kv_heads, block_size, head_dim = key_cache.shape[1:]
     num_heads = query.shape[1]
     group = num_heads // num_kv_heads
+    if key_cache.itemsize > 1:
+        k_scale = v_scale = 1.0
     for i, seq_len in enumerate(seq_lens):
         start, end = query_start_loc[i], query_start_loc[i + 1]
         if seq_len == 0 or start == end:

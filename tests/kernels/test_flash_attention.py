@@ -112,6 +112,11 @@ def test_keys_cut_into_parts_give_the_same_in_the_interpreter(interpreter: Inter
     assert_close(interpreter(case, 64, 16, num_splits), AttentionBatch(case, "cpu").expected(), case.dtype)
 
 
+def test_scales_mean_nothing_for_a_cache_that_holds_the_keys_themselves() -> None:
+    before = call(AttentionBatch(AttentionCase(((33, 70), (1, 65))), "cpu"))
+    assert torch.equal(call(AttentionBatch(AttentionCase(((33, 70), (1, 65)), k_scale=0.5, v_scale=2.0), "cpu")), before)
+
+
 def test_rows_of_other_requests_do_not_matter() -> None:
     batch = AttentionBatch(AttentionCase(((5, 37), (9, 12))), "cpu")
     before = call(batch).clone()

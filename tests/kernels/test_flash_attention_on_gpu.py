@@ -110,6 +110,13 @@ def test_options(case: AttentionCase) -> None:
     check(case)
 
 
+@pytest.mark.parametrize("query_len", [3, 200])
+def test_scales_mean_nothing_for_a_cache_that_holds_the_keys_themselves(query_len: int) -> None:
+    """Whichever kernel serves: short chunks are Triton's."""
+    batch = AttentionBatch(AttentionCase(((query_len, 300),), 8, 2, 128, dtype=BF16, k_scale=0.5, v_scale=2.0), "cuda")
+    assert_close(call(batch), batch.expected(), BF16)
+
+
 @pytest.mark.parametrize("dtype", [FP16, BF16])
 @pytest.mark.parametrize(("cache_dtype", "head_dim"), [(E4M3, 64), (E4M3, 128), (E5M2, 128), (E4M3, 120)])
 def test_d10_fp8_cache_and_its_scales(cache_dtype: torch.dtype, head_dim: int, dtype: torch.dtype) -> None:
