@@ -211,14 +211,7 @@ def paged_attention_v2(
     [num_seqs, num_heads, P, head_dim] in the query's dtype or fp32, all contiguous. The rest as paged_attention_v1."""
     key_cache, value_cache = _typed_caches(key_cache, value_cache, kv_cache_dtype, query.dtype)
     _check(out, query, key_cache, value_cache, num_kv_heads, block_tables, seq_lens, block_size, alibi_slopes, sliding_window, soft_cap)
-    if partition_size <= 0 or partition_size % STAGE_TOKENS:
-        raise ValueError(f"partition_size must be a multiple of {STAGE_TOKENS}, not {partition_size}")
-    num_partitions = -(-max_seq_len // partition_size)
-    if num_partitions > MAX_PARTITIONS:
-        raise ValueError(
-            f"{num_partitions} partitions of {partition_size} tokens are more than {MAX_PARTITIONS}; give a larger partition_size"
-        )
-    shape = (*query.shape[:2], num_partitions)
+    shape = (*query.shape[:2], _count_partitions(max_seq_len, partition_size))
     for name, tensor, wanted, dtypes in (
         ("exp_sums", exp_sums, shape, (torch.float32,)),
         ("max_logits", max_logits, shape, (torch.float32,)),
@@ -254,7 +247,9 @@ class PagedAttentionPlan:
     """One decode step, planned once and run for every layer: V1 or V2, whichever `choose_launch` finds faster, everything
     checked, the workspace allocated. `query`, `key_cache` and `value_cache` show the shapes, strides and types of those it will run on;
     the caches' dtype says how they are read, so FP8 ones are float8 tensors. No seq_len may exceed max_seq_len; what block_tables and
-    seq_lens hold may change between runs. num_kv_tokens: the sum of seq_lens where it is known. The rest as paged_attention_v1."""
+    seq_lens hold may change between runs. num_kv_tokens: the sum of seq_lens where it is known; partition_size: instead of the choice,
+    a multiple of 64. The rest as paged_attention_v1. Runs share one workspace: one thread and one stream at a time, and the plan must
+    live as long as a CUDA graph that captured a run."""
 
     def __init__(
         self,
@@ -287,9 +282,12 @@ class PagedAttentionPlan:
             row_bytes = query.shape[2] * key_cache.element_size()
             known = num_kv_tokens if covered == max_seq_len else None
             launch = choose_launch(len(query), num_kv_heads, covered, row_bytes, _num_multiprocessors(query.device.index), known)
+            # A narrow window asks for short partitions, but there are as many of them as without it.
+            least = -(-max_seq_len // (MAX_PARTITIONS * STAGE_TOKENS)) * STAGE_TOKENS
+            launch = launch._replace(partition_size=max(launch.partition_size, least))
         if partition_size is not None:
             launch = launch._replace(partition_size=partition_size)
-        num_partitions = -(-max_seq_len // launch.partition_size)
+        num_partitions = _count_partitions(max_seq_len, launch.partition_size)
         size = WHOLE if num_partitions <= 1 else launch.partition_size
         self.launch = launch._replace(partition_size=size)
         self._layout = (num_kv_heads, scale, block_tables, seq_lens, block_size)
@@ -313,8 +311,10 @@ class PagedAttentionPlan:
             raise ValueError("query or caches differ from those that were planned for in shape, strides, type, device or alignment")
         if out is None:
             out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        elif out.shape != query.shape or out.dtype != query.dtype or not out.is_contiguous():
-            raise ValueError(f"out must be contiguous {list(query.shape)} of {query.dtype}")
+        elif out.shape != query.shape or out.dtype != query.dtype or out.device != query.device or not out.is_contiguous():
+            raise ValueError(f"out must be contiguous {list(query.shape)} of {query.dtype} on {query.device}")
+        elif out.data_ptr() % 8:
+            raise ValueError("out must start at a multiple of 8 bytes")
         if query.is_cuda:
             _launch(self.launch, self._params, out, query, key_cache, value_cache)
         else:
@@ -326,9 +326,9 @@ class PagedAttentionPlan:
 
 
 def _signature(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> tuple[object, ...]:
-    addresses = query.data_ptr() | key_cache.data_ptr() | value_cache.data_ptr()
+    is_aligned = query.data_ptr() % 8 == 0 and (key_cache.data_ptr() | value_cache.data_ptr()) % 16 == 0
     return (
-        query.shape, query.stride(), query.dtype, query.device, addresses % 16,
+        query.shape, query.stride(), query.dtype, query.device, key_cache.device, value_cache.device, is_aligned or not query.is_cuda,
         key_cache.shape, key_cache.stride(), key_cache.dtype, value_cache.shape, value_cache.stride(), value_cache.dtype,
     )  # fmt: skip
 
@@ -362,9 +362,18 @@ def _num_multiprocessors(device_index: int) -> int:
     return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
-@functools.lru_cache(maxsize=256)
+_constants: dict[tuple[float, torch.device], torch.Tensor] = {}
+"""Never let go, since a captured graph may hold their addresses: a few bytes for each scale of a model."""
+
+
 def _constant(value: float, device: torch.device) -> torch.Tensor:
-    return torch.full((1,), value, dtype=torch.float32, device=device)
+    if (value, device) not in _constants:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            # Written when the graph is replayed and not before: of no use to anybody else.
+            return torch.full((1,), value, dtype=torch.float32, device=device)
+        # A copy from the host is waited for, so that every stream finds the value.
+        _constants[value, device] = torch.tensor([value], dtype=torch.float32).to(device)
+    return _constants[value, device]
 
 
 def _scale_tensor(scale: float | torch.Tensor, device: torch.device) -> torch.Tensor | None:
@@ -429,6 +438,8 @@ def _check(
     for name, cache, shape in (("key_cache", key_cache, shapes[0]), ("value_cache", value_cache, shapes[1])):
         if cache.shape[1:] != shape:
             raise ValueError(f"{name} must be [num_blocks, {', '.join(map(str, shape))}], not {list(cache.shape)}")
+        if cache.device != query.device:
+            raise ValueError(f"{name} is on {cache.device}, query on {query.device}")
         if cache.stride()[2:] != _contiguous_strides(shape[1:]):
             raise ValueError(f"{name} must be contiguous within a block and head; its strides are {cache.stride()}")
         if query.is_cuda and (cache.data_ptr() % 16 or cache.stride(0) * item % 16 or cache.stride(1) * item % 16):
@@ -450,10 +461,25 @@ def _check(
             raise ValueError(f"{name} must start at a multiple of 8 bytes")
     if num_seqs and block_tables.stride(1) != 1:
         raise ValueError("block_tables must be contiguous along a row")
+    if not seq_lens.is_contiguous():
+        raise ValueError("seq_lens must be contiguous")
+    if alibi_slopes is not None and not alibi_slopes.is_contiguous():
+        raise ValueError("alibi_slopes must be contiguous")
     if sliding_window is not None and sliding_window <= 0:
         raise ValueError(f"sliding_window must be positive, not {sliding_window}; None means none")
-    if soft_cap is not None and soft_cap <= 0:
+    if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"soft_cap must be positive, not {soft_cap}; None means none")
+
+
+def _count_partitions(max_seq_len: int, partition_size: int) -> int:
+    if partition_size <= 0 or partition_size % STAGE_TOKENS:
+        raise ValueError(f"partition_size must be a multiple of {STAGE_TOKENS}, not {partition_size}")
+    num_partitions = -(-max_seq_len // partition_size)
+    if num_partitions > MAX_PARTITIONS:
+        raise ValueError(
+            f"{num_partitions} partitions of {partition_size} tokens are more than {MAX_PARTITIONS}; give a larger partition_size"
+        )
+    return num_partitions
 
 
 def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -596,7 +622,8 @@ def _v2_cuda(
     soft_cap: float = 0.0,
     partition_size: int = CLASSIC_PARTITION_SIZE,
 ) -> None:
-    layout = (num_kv_heads, scale, block_tables, seq_lens, block_size, partition_size, -(-max_seq_len // partition_size))
+    num_partitions = max(1, -(-max_seq_len // partition_size))  # without a partition the empty sequences' zeros are written all the same
+    layout = (num_kv_heads, scale, block_tables, seq_lens, block_size, partition_size, num_partitions)
     params = _params(query, key_cache, value_cache, *layout, alibi_slopes, k_scale, v_scale, sliding_window, soft_cap, FORCED.evict_first)
     _launch(FORCED, _with_partitions(params, exp_sums, max_logits, tmp_out), out, query, key_cache, value_cache)
 
@@ -653,3 +680,11 @@ def _v2_cpu(
 ) -> None:
     # The partitions exist for the GPU's sake: what comes out is the same.
     torch.ops.pagewire.paged_attention_v1(out, *arguments, sliding_window=sliding_window, soft_cap=soft_cap)
+
+
+def _nothing_to_infer(*arguments: object, **options: object) -> None:
+    """For a compiler: they write to what they are given and return nothing."""
+
+
+for _name in ("paged_attention_v1", "paged_attention_v2"):
+    LIBRARY.impl(_name, _nothing_to_infer, "Meta")

@@ -254,6 +254,49 @@ def test_a_captured_graph_follows_new_lengths(num_seqs: int, route: str) -> None
         assert_close(batch.out, batch.expected(), BF16)
 
 
+def test_a_scale_first_met_in_a_capture_is_right_outside_of_it() -> None:
+    batch = AttentionBatch(decode(SHORT, 8, 2, 64, cache_dtype=E4M3, k_scale=0.3711, v_scale=0.5273), "cuda")
+    lens = batch.tensor(batch.seq_lens)
+    call(batch, "v1 engine", lens=lens, k_scale=1.0, v_scale=1.0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call(batch, "v1 engine", lens=lens)
+    assert_close(call(batch, "v1 engine", lens=lens), batch.expected(), FP16)
+    batch.out.fill_(float("nan"))
+    graph.replay()
+    assert_close(batch.out, batch.expected(), FP16)
+
+
+def test_a_batch_of_empty_sequences_gives_zeros() -> None:
+    batch = AttentionBatch(decode((0, 0), 8, 2), "cuda")
+    for route in ("v1 engine", "v1 classic", "auto engine"):
+        assert torch.equal(call(batch, route), torch.zeros_like(batch.out)), route
+    nothing = torch.empty(2, 8, 0, device="cuda")
+    paged_attention_v2(
+        batch.out.fill_(float("nan")), nothing, nothing, torch.empty(2, 8, 0, 64, device="cuda"), batch.query, batch.key_cache,
+        batch.value_cache, 2, batch.scale, batch.block_tables, batch.tensor([0, 0]), 16, 0, None, "auto", 1.0, 1.0,
+    )  # fmt: skip
+    assert torch.equal(batch.out, torch.zeros_like(batch.out))
+
+
+def test_a_narrow_window_over_a_context_past_131072() -> None:
+    check(decode((200_000, 5), 8, 2, sliding_window=65), ("auto engine",))
+
+
+def test_what_a_gpu_would_read_astray_is_refused() -> None:
+    batch = AttentionBatch(decode(SHORT, 8, 2), "cuda")
+    lens = batch.tensor(batch.seq_lens)
+    tail = (batch.block_tables, lens, max(SHORT), batch.scale)
+    with pytest.raises(ValueError, match="key_cache is on cpu"):
+        paged_attention(batch.query, batch.key_cache.cpu(), batch.value_cache, *tail)
+    with pytest.raises(ValueError, match="on cuda"):
+        paged_attention(batch.query, batch.key_cache, batch.value_cache, *tail, out=torch.empty(batch.query.shape, dtype=FP16))
+    with pytest.raises(ValueError, match="out must start"):
+        shifted = torch.empty(batch.out.numel() + 1, dtype=FP16, device="cuda")[1:].view(batch.out.shape)
+        paged_attention(batch.query, batch.key_cache, batch.value_cache, *tail, out=shifted)
+
+
 @pytest.mark.parametrize("partition_size", [None, 64, 192, 1024])
 def test_a_plan_serves_every_layer_and_new_lengths(partition_size: int | None) -> None:
     layers = [AttentionBatch(decode((2000,) * 6, 8, 2, 128, dtype=BF16), "cuda") for _ in range(2)]
