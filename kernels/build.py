@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 
 SOURCES = Path(__file__).parent / "csrc"
 PREBUILT = Path(__file__).parent / "prebuilt"
-BUILD_TIMEOUT_S = 900
+NVCC_TIMEOUT_S = 900
+CXX_TIMEOUT_S = 240
+"""Seconds are usual; a worker waits for this while it starts, and where it ends torch serves."""
 VERSION_TIMEOUT_S = 10
 ARM = ("aarch64", "arm64")
 CPU_TARGETS = {
@@ -188,7 +190,12 @@ def library_name(library: Library, arch: str) -> str:
 def cache_folder() -> Path:
     if folder := os.environ.get("PAGEWIRE_KERNEL_CACHE"):
         return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagewire" / "kernels"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagewire" / "kernels"
+    except RuntimeError:  # a user without a home, as some clusters run containers
+        raise KernelBuildError(
+            "no home folder to keep compiled kernels in; set PAGEWIRE_KERNEL_CACHE to a folder that can be written"
+        ) from None
 
 
 def build(library: Library, arch: str, folder: Path) -> Path:
@@ -196,7 +203,7 @@ def build(library: Library, arch: str, folder: Path) -> Path:
     path = folder / library_name(library, arch)
     if path.is_file():
         return path
-    command = _command(library, arch)
+    command, timeout_s = _command(library, arch), NVCC_TIMEOUT_S if library.is_cuda else CXX_TIMEOUT_S
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / f"{path.name}.lock").open("w")
@@ -208,12 +215,12 @@ def build(library: Library, arch: str, folder: Path) -> Path:
         try:
             if path.is_file():  # another process was faster
                 return path
-            done = subprocess.run([*command, "-o", str(unfinished)], capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
+            done = subprocess.run([*command, "-o", str(unfinished)], capture_output=True, text=True, timeout=timeout_s, check=False)
             if done.returncode != 0:
                 raise KernelBuildError(f"{' '.join(command)} failed:\n{(done.stderr or done.stdout)[-4000:]}")
             os.replace(unfinished, path)
         except subprocess.TimeoutExpired:
-            raise KernelBuildError(f"{' '.join(command)} did not end within {BUILD_TIMEOUT_S} s") from None
+            raise KernelBuildError(f"{' '.join(command)} did not end within {timeout_s} s") from None
         finally:
             unfinished.unlink(missing_ok=True)
             (folder / f"{path.name}.lock").unlink(missing_ok=True)

@@ -115,6 +115,27 @@ def test_a_folder_that_cannot_be_written_is_named(sources: Path, tmp_path: Path,
         build.load(LIBRARY)
 
 
+def test_a_user_without_a_home_is_told_what_to_set(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("PAGEWIRE_KERNEL_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(build.Path, "home", home)
+    with pytest.raises(KernelBuildError, match="PAGEWIRE_KERNEL_CACHE"):
+        build.load(LIBRARY)
+
+
+def test_a_compilation_that_hangs_ends(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "slow-cxx"
+    compiler.write_text('#!/bin/sh\ncase "$1" in --version) ;; *) exec sleep 60 ;; esac\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(build, "CXX_TIMEOUT_S", 0.2)
+    with pytest.raises(KernelBuildError, match=r"slow-cxx .* did not end within"):
+        build.load(LIBRARY)
+
+
 def test_processes_that_build_at_once_end_with_one_library(sources: Path, tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from kernels import build\n"
