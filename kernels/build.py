@@ -1,8 +1,8 @@
 """Compiles kernels/csrc into shared libraries, once: nvcc for .cu, the C++ compiler for .cpp; loaded with ctypes.
 
-A library is named by the hash of everything that goes into it (all of csrc, defines, target, compiler version), so a changed
-source is a new file and two processes may build side by side. Looked for in kernels/prebuilt first (where the Docker image
-builds ahead of time), then in the cache folder: PAGEWIRE_KERNEL_CACHE, else ~/.cache/pagewire/kernels.
+A library is named by the hash of what goes into it (its source, the headers, macros, target and flags; for "native" the processor and
+the compiler), so a changed source is a new file and two processes may build side by side. Looked for in kernels/prebuilt first (where
+the Docker image builds ahead of time), then in the cache folder: PAGEWIRE_KERNEL_CACHE, else ~/.cache/pagewire/kernels.
 
     python -m kernels.build [--arch sm_90a,sm_80] [--cpu x86-64-v3] [--list] [--output DIR]     build what a server may load, ahead of time
 """
@@ -43,6 +43,11 @@ CPU_TARGETS = {
     "x86-64-v3": "avx2 bmi1 bmi2 fma f16c movbe",
 }
 """What images are built for ahead of time, best first, and the flags of /proc/cpuinfo a processor must have to run it."""
+CUDA_FLAGS = ("-O3", "-std=c++17", "-lineinfo", "-shared", "-Xcompiler", "-fPIC")
+# Not -ffast-math: GCC would link start-up code that turns subnormals off for the whole process.
+CXX_FLAGS = (
+    "-O3", "-std=c++17", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-pthread", "-shared",
+)  # fmt: skip
 MODULES = (
     "cpu_attention", "cpu_rotary_embedding", "cache_ops", "rms_norm", "rotary_embedding", "silu_and_mul",
     "paged_attention", "flash_attention_sm90", "sampling",
@@ -64,6 +69,8 @@ class Library:
 
     source: str
     defines: Mapping[str, int | str] = field(default_factory=dict)
+    only_arch: str | None = None
+    """The one CUDA target whose instructions it is written in; None: any."""
 
     @property
     def is_cuda(self) -> bool:
@@ -143,15 +150,13 @@ def _command(library: Library, arch: str) -> list[str]:
         # The compiler of the pip packages does not know its own library folder.
         lib = nvcc.parent.parent / "lib"
         where = [f"-L{lib}"] if (lib / "libcudart_static.a").is_file() else []
-        return [str(nvcc), target, "-O3", "-std=c++17", "-lineinfo", "-shared", "-Xcompiler", "-fPIC", *where, *defines, source]
+        return [str(nvcc), target, *CUDA_FLAGS, *where, *defines, source]
     cxx = find_cxx()
     if cxx is None:
         raise KernelBuildError(f"building {library.source} needs a C++ compiler; install g++ or clang++, or set CXX.")
-    # Not -ffast-math: GCC would link start-up code that turns subnormals off for the whole process.
-    maths = ["-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
     # Clang for ARM takes "native" as a CPU, not as an architecture.
     target = "-mcpu=native" if arch == "native" and platform.machine() in ARM else f"-march={arch}"
-    return [str(cxx), "-O3", "-std=c++17", target, *maths, "-fPIC", "-pthread", "-shared", *defines, source]
+    return [str(cxx), target, *CXX_FLAGS, *defines, source]
 
 
 @functools.cache
@@ -174,7 +179,7 @@ def _sources_digest(suffixes: tuple[str, ...]) -> str:
 def library_name(library: Library, arch: str) -> str:
     """The file name that stands for these sources, macros and target. The compiler counts for "native" only, so that a machine without
     one finds what was built for it."""
-    parts = [repr(sorted(library.defines.items()))]
+    parts = [repr(sorted(library.defines.items())), repr(CUDA_FLAGS if library.is_cuda else CXX_FLAGS)]
     if library.is_cuda:
         header = (SOURCES / library.source).read_bytes()
         parts += [arch, hashlib.sha256(header).hexdigest(), _sources_digest((".cuh",))]
@@ -269,7 +274,12 @@ def _all_libraries() -> Iterator[Library]:
 
 
 def _jobs(cuda_archs: Sequence[str], cpu_targets: Sequence[str]) -> list[tuple[Library, str]]:
-    return [(library, arch) for library in _all_libraries() for arch in (cuda_archs if library.is_cuda else cpu_targets)]
+    return [
+        (library, arch)
+        for library in _all_libraries()
+        for arch in (cuda_archs if library.is_cuda else cpu_targets)
+        if library.only_arch in (None, arch)
+    ]
 
 
 def _title(library: Library, arch: str) -> str:

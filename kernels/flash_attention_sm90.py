@@ -31,7 +31,7 @@ class _Params(ctypes.Structure):
 
 
 def library(head_dim: int, dtype: torch.dtype) -> Library:
-    return Library("flash_attention_sm90.cu", {"HEAD_SIZE": head_dim, "SCALAR": _SCALARS[dtype]})
+    return Library("flash_attention_sm90.cu", {"HEAD_SIZE": head_dim, "SCALAR": _SCALARS[dtype]}, only_arch="sm_90a")
 
 
 def libraries(head_dims: tuple[int, ...] = HEAD_DIMS) -> Iterator[Library]:

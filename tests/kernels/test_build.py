@@ -213,6 +213,20 @@ def test_the_command_asks_for_nvcc_only_where_cuda_is_wanted(sources: Path, tmp_
     assert capsys.readouterr().err.count("needs nvcc") == 2
 
 
+def test_flags_name_a_library(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for flags, library in (("CUDA_FLAGS", Library("answer.cu")), ("CXX_FLAGS", Library("answer.cpp"))):
+        before = name_of(library, "x86-64-v3")
+        monkeypatch.setattr(build, flags, (*getattr(build, flags), "-g"))
+        assert name_of(library, "x86-64-v3") != before, flags
+
+
+def test_a_kernel_of_hopper_instructions_is_built_for_nothing_else() -> None:
+    jobs = build._jobs(["sm_90a", "sm_80", "sm_100a"], [])
+    by_source = {source: {arch for one, arch in jobs if one.source == source} for source in {one.source for one, _ in jobs}}
+    assert by_source.pop("flash_attention_sm90.cu") == {"sm_90a"}
+    assert all(archs == {"sm_90a", "sm_80", "sm_100a"} for archs in by_source.values())
+
+
 def test_every_file_that_names_libraries_is_built_ahead() -> None:
     folder = Path(build.__file__).parent
     naming = {path.stem for path in folder.glob("*.py") if "\ndef libraries(" in path.read_text()}
