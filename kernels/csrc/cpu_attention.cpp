@@ -292,7 +292,8 @@ inline float soften(float* scores, int begin, int end, float& max, float& normal
     F<W> most = load<W>(scores);
     for (int t = W; t < TILE_KEYS; t += W) most = larger<W>(most, load<W>(scores + t));
     float new_max = std::max(max, largest<W>(most));
-    if (new_max == LOWEST) {  // nothing seen yet
+    // Nothing seen yet, or nothing but NaN, which no maximum shows and which must not come out as zeros.
+    if (new_max == LOWEST && std::none_of(scores + begin, scores + end, [](float x) { return x != x; })) {
         memset(scores, 0, TILE_KEYS * sizeof(float));
         return 1.0f;
     }

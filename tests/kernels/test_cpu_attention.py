@@ -277,6 +277,17 @@ class TestCompiled:
         assert not cpu_attention.prepare(torch.float32, 32)
 
 
+@pytest.mark.parametrize("num_tokens", [40, 700])
+@pytest.mark.parametrize("num_query", [1, 9])
+def test_nan_in_a_query_comes_out_as_nan_in_its_row_alone(num_query: int, num_tokens: int) -> None:
+    case = Case([(num_query, num_tokens), (num_query, num_tokens)], 9, 3, 64)
+    case.query[0, 4] = float("nan")
+    out = case.run()
+    assert out[0, 4].isnan().all()
+    out[0, 4] = case.expected[0, 4].float()
+    torch.testing.assert_close(out, case.expected.float(), atol=2e-6, rtol=2e-6)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
 def test_a_step_of_few_tasks_leaves_torch_its_threads(path: str) -> None:
     """libgomp ends the threads that a smaller team does not need; then torch's next region would start them anew, in every layer."""
