@@ -291,19 +291,18 @@ def test_nan_in_a_query_comes_out_as_nan_in_its_row_alone(num_query: int, num_to
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
 def test_a_step_of_few_tasks_leaves_torch_its_threads(path: str) -> None:
     """libgomp ends the threads that a smaller team does not need; then torch's next region would start them anew, in every layer."""
+    if path == "torch":
+        pytest.skip("torch's own affair")
     case = Case([(1, 250)], 9, 3, 64)
     other = torch.randn(1 << 20)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(8)
     try:
-        seen: set[str] = set()
-        for step in range(12):
+        seen = []
+        for _ in range(12):
             other.sin()
+            seen.append({task.name for task in Path("/proc/self/task").iterdir()})
             case.run()
-            if step == 1:
-                seen.clear()
-            seen |= {task.name for task in Path("/proc/self/task").iterdir()}
-        now = len(list(Path("/proc/self/task").iterdir()))
     finally:
         torch.set_num_threads(num_threads)
-    assert len(seen) <= now + 2
+    assert seen[-1] == seen[1]
