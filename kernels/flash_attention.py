@@ -16,7 +16,6 @@ HEAD_DIMS = (32, 64, 80, 96, 112, 120, 128, 192, 256)
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-LONG_CONTEXT_BLOCKS = 4096
 
 LIBRARY.define(
     "flash_attention(Tensor(a!) out, Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor query_start_loc, "
@@ -79,19 +78,22 @@ def prepare(
     if query.device.type == "cpu":
         cpu_attention.prepare(query.dtype, query.shape[2])
         return
-    group = query.shape[1] // key_cache.shape[1]
-    block_tables = torch.zeros(1, LONG_CONTEXT_BLOCKS, dtype=torch.int32, device=query.device)
-    # A kernel is chosen by query rows of a KV head, and by whether the context may be long.
+    # Not at the top: a machine without a GPU has no Triton.
+    from kernels import flash_attention_triton
+
+    group, block_size = query.shape[1] // key_cache.shape[1], key_cache.shape[2]
+    block_tables = torch.zeros(1, 1, dtype=torch.int32, device=query.device)
+    # A kernel is chosen by query rows of a KV head.
     for num_rows in (16, 32, 64, 256):
         num_queries = max(1, num_rows // group)
         shape = (num_queries, *query.shape[1:])
         rows = torch.empty_strided(shape, query.stride(), dtype=query.dtype, device=query.device).zero_()
         lens = torch.tensor([0, num_queries], dtype=torch.int32, device=query.device)
-        for max_seq_len in (key_cache.shape[2], LONG_CONTEXT_BLOCKS * key_cache.shape[2]):
-            flash_attention(
-                rows, key_cache, value_cache, block_tables, lens, lens[:1], num_queries, max_seq_len, 1.0,
-                alibi_slopes=alibi_slopes, sliding_window=sliding_window, soft_cap=soft_cap,
-            )  # fmt: skip
+        batch = (rows, key_cache, value_cache, block_tables, lens, lens[:1], num_queries, block_size, 1.0)
+        out = flash_attention(*batch, alibi_slopes=alibi_slopes, sliding_window=sliding_window, soft_cap=soft_cap)
+        # Both of Triton's by name: what the Hopper kernel takes of this size it leaves to Triton in a batch of another shape.
+        for num_splits in (1, 2):
+            flash_attention_triton.flash_attention(out, *batch, alibi_slopes, sliding_window, soft_cap, 1.0, 1.0, num_splits=num_splits)
 
 
 def _check(
