@@ -50,6 +50,9 @@ class Batch:
         seen = self.num_queries * (self.context - self.num_queries) + self.num_queries * (self.num_queries + 1) / 2
         return 4.0 * len(self.lens) * self.num_heads * self.head_dim * seen
 
+    def poisoned_out(self) -> torch.Tensor:
+        return torch.full_like(self.query, torch.nan)
+
     def error(self, out: torch.Tensor) -> float:
         """Relative, of the last rows of the first sequence."""
         rows = slice(max(0, self.num_queries - NUM_CHECKED), self.num_queries)
@@ -60,13 +63,14 @@ class Batch:
 
 
 def ours(batch: Batch) -> Run:
+    out = batch.poisoned_out()
     return lambda: flash_attention(
-        batch.query, batch.key, batch.value, batch.table, batch.start, batch.lens, batch.num_queries, batch.context, batch.scale
+        batch.query, batch.key, batch.value, batch.table, batch.start, batch.lens, batch.num_queries, batch.context, batch.scale, out=out
     )
 
 
 def ours_triton(batch: Batch) -> Run:
-    out = torch.empty_like(batch.query)
+    out = batch.poisoned_out()
 
     def run() -> torch.Tensor:
         flash_attention_triton.flash_attention(

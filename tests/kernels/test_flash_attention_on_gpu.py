@@ -76,6 +76,13 @@ def test_d14_every_block_size_at_its_edges(block_size: int, num_seqs: int) -> No
         check(AttentionCase(((min(seq_len, 7), seq_len),) * num_seqs, block_size=block_size))
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_d14_every_block_size_in_chunks_long_enough_for_hopper(block_size: int, head_dim: int) -> None:
+    edges = tuple((seq_len, seq_len) for seq_len in (block_size - 1, block_size, block_size + 1))
+    check(AttentionCase((*edges, (200, 1027), (130, 130), (65, 400), (70, 0), (1, 300)), 8, 2, head_dim, block_size, BF16))
+
+
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (9, 3), (8, 2), (28, 4), (16, 2), (16, 1), (71, 1), (130, 1)])
 def test_every_ratio_of_query_to_key_heads(num_heads: int, num_kv_heads: int) -> None:
     check(AttentionCase(MIXED, num_heads, num_kv_heads))
@@ -129,13 +136,15 @@ def test_d10_fp8_cache_and_its_scales(cache_dtype: torch.dtype, head_dim: int, d
     torch.testing.assert_close(call(batch, v_scale=1.0), before * 2, atol=1e-6, rtol=0)
 
 
-def test_d05_blocks_past_2_31_elements_equal_the_same_data_in_low_blocks() -> None:
+@pytest.mark.parametrize("num_heads", [16, 64])
+def test_d05_blocks_past_2_31_elements_equal_the_same_data_in_low_blocks(num_heads: int) -> None:
+    """By Triton's kernel and, with rows enough, by the Hopper one."""
     num_blocks, num_kv_heads, block_size, head_dim = 70_000, 16, 16, 128
     assert num_blocks * num_kv_heads * block_size * head_dim > 2**31
     caches = [torch.empty(num_blocks, num_kv_heads, block_size, head_dim, dtype=FP16, device="cuda") for _ in range(2)]
     low, high = [1, 2, 3, 4], [0, 65_535, 65_536, num_blocks - 1]
     generator = torch.Generator("cuda").manual_seed(5)
-    query = torch.randn(20, num_kv_heads, head_dim, generator=generator, device="cuda", dtype=FP16)
+    query = torch.randn(20, num_heads, head_dim, generator=generator, device="cuda", dtype=FP16)
     for cache in caches:
         data = torch.randn(4, *cache.shape[1:], generator=generator, device="cuda", dtype=FP16)
         cache[low] = data
@@ -162,8 +171,10 @@ def test_a_few_queries_of_a_long_context(num_heads: int, num_kv_heads: int, head
     check(AttentionCase(((3, 3000), (5, 8193), (2, 2), (4, 0)), num_heads, num_kv_heads, head_dim, sliding_window=4500))
 
 
-def test_a_captured_graph_follows_new_lengths() -> None:
-    batch = AttentionBatch(AttentionCase(((1, 600), (5, 600), (16, 600))), "cuda")
+@pytest.mark.parametrize("num_heads", [4, 16])
+def test_a_captured_graph_follows_new_lengths(num_heads: int) -> None:
+    """Triton's kernel, and the Hopper one."""
+    batch = AttentionBatch(AttentionCase(((1, 600), (5, 600), (16, 600)), num_heads), "cuda")
     lens, start = batch.tensor([1, 5, 16]), batch.tensor(batch.query_start_loc)
 
     def launch() -> None:
@@ -193,4 +204,16 @@ def test_what_was_prepared_is_not_compiled_at_a_request(monkeypatch: pytest.Monk
     monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **about: compiled.append(str(about["repr"])))
     for shapes in (((1, 1),), ((3, 700),), ((5, 9000),), ((9, 16), (30, 4000)), ((200, 300),) * 16, ((1, 77),) * 17):
         call(AttentionBatch(AttentionCase(shapes, 10, 2, 96, dtype=BF16, soft_cap=3.0), "cuda"))
+    assert compiled == []
+
+
+def test_what_was_prepared_beside_the_hopper_kernel_is_not_compiled_at_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    first = AttentionBatch(AttentionCase(((1, 1),), 8, 2, 128, 32, BF16), "cuda")
+    prepare(first.query, first.key_cache, first.value_cache)
+    compiled: list[str] = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **about: compiled.append(str(about["repr"])))
+    for shapes in (((12, 16),), ((12, 9000),), ((200, 300),), ((200, 9000),), ((17, 3000),) * 40):
+        call(AttentionBatch(AttentionCase(shapes, 8, 2, 128, 32, BF16), "cuda"))
     assert compiled == []
