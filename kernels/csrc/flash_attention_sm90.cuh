@@ -343,7 +343,9 @@ __global__ void __launch_bounds__(NUM_THREADS, 1)
         keep_in_registers(c.out);
         c.release(&tiles.empty_values[last]);
 
-        // Through this warpgroup's part of the query tile, so that rows leave in 16-byte pieces.
+        // Through this warpgroup's part of the query tile, so that rows leave in 16-byte pieces. A warp has waited for its own products
+        // only, and those of the others read the tile as well.
+        named_barrier_sync(BARRIER_GROUP + c.group, 128);
 #pragma unroll
         for (int j = 0; j < HEAD_DIM / 8; ++j) {
 #pragma unroll
