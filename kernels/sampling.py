@@ -13,7 +13,7 @@ import functools
 import torch
 
 from kernels import cpu_sampling, reference
-from kernels.build import Library, check, load
+from kernels.build import Library, launch, load
 from kernels.op_library import LIBRARY
 from kernels.row_parameters import NUM_COLUMNS
 
@@ -54,8 +54,7 @@ def _num_processors(device: torch.device) -> int:
 
 
 def _launch(name: str, device: torch.device, *arguments: object) -> None:
-    with torch.cuda.device(device):
-        check(getattr(_library(), name)(*arguments, torch.cuda.current_stream(device).cuda_stream))
+    launch(getattr(_library(), name), device, *arguments)
 
 
 LIBRARY.define("sample_tokens(Tensor logits, Tensor parameters) -> Tensor")
