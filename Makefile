@@ -16,7 +16,7 @@ MIN_COVERAGE := 85
 SANITIZED := d01 or d03 or d16 or greedy or large_vocabularies or fp8_saturates or residual or extreme or pinned
 
 .DEFAULT_GOAL := help
-.PHONY: help up install test check format gpu-test gpu-sanitize e2e clean
+.PHONY: help up install test check format compile-cuda gpu-test gpu-sanitize e2e clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1	\2/' | expand -t 18
@@ -42,6 +42,9 @@ format: $(DEV) ## Let ruff fix and format the code
 
 gpu-test: $(DEV) ## Run the tests that need an NVIDIA GPU
 	@$(BIN)/python -m pytest -m gpu $(ARGS)
+
+compile-cuda: $(DEV) ## Compile the CUDA sources (no GPU needed; the compiler comes with pip)
+	@$(BIN)/python -m pytest -m nvcc tests/kernels $(ARGS)
 
 gpu-sanitize: $(DEV) ## Run a part of those under compute-sanitizer: bad addresses, then races in shared memory
 	@for tool in memcheck racecheck; do compute-sanitizer --tool $$tool --error-exitcode 9 --target-processes application-only \

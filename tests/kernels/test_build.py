@@ -239,7 +239,7 @@ def test_every_file_that_names_libraries_is_built_ahead() -> None:
 CUDA_SOURCES = sorted(path.name for path in (Path(build.__file__).parent / "csrc").glob("*.cu"))
 
 
-@pytest.mark.slow
+@pytest.mark.nvcc
 @pytest.mark.skipif(build.find_nvcc() is None, reason="no nvcc: pip install 'pagewire[nvcc]'")
 @pytest.mark.parametrize("source", CUDA_SOURCES)
 def test_every_cuda_source_compiles(source: str) -> None:

@@ -152,7 +152,7 @@ def test_few_long_sequences_are_cut_and_many_are_not() -> None:
 LIMITS = [(256, torch.bfloat16, E4M3), (192, torch.float16, E5M2), (256, torch.float16, torch.float16), (120, torch.bfloat16, E4M3)]
 
 
-@pytest.mark.slow
+@pytest.mark.nvcc
 @pytest.mark.skipif(build.find_nvcc() is None, reason="no nvcc: pip install 'pagewire[nvcc]'")
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
 @pytest.mark.parametrize(("head_size", "dtype", "cache_dtype"), LIMITS, ids=str)
