@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from kernels.build import Library, check, load
+from kernels.build import Library, launch, load
 
 HEAD_DIMS = (64, 128)
 TILE_ROWS = 128
@@ -46,7 +46,7 @@ def libraries(head_dims: tuple[int, ...] = HEAD_DIMS) -> Iterator[Library]:
 def _library(head_dim: int, dtype: torch.dtype) -> ctypes.CDLL:
     loaded = load(library(head_dim, dtype))
     loaded.flash_attention_sm90.argtypes = [
-        ctypes.POINTER(_Params),
+        ctypes.c_void_p,
         ctypes.c_void_p,
         ctypes.c_void_p,
         *([ctypes.c_int64] * 4),
@@ -125,7 +125,5 @@ def flash_attention(
         block_table_stride=block_tables.stride(0),
     )
     strides = (key_cache.stride(0), key_cache.stride(1), value_cache.stride(0), value_cache.stride(1))
-    with torch.cuda.device(query.device):
-        stream = torch.cuda.current_stream().cuda_stream
-        kernels = _library(head_dim, query.dtype)
-        check(kernels.flash_attention_sm90(params, key_cache.data_ptr(), value_cache.data_ptr(), *strides, stream))
+    launcher = _library(head_dim, query.dtype).flash_attention_sm90
+    launch(launcher, query.device, ctypes.addressof(params), key_cache.data_ptr(), value_cache.data_ptr(), *strides)

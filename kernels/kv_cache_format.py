@@ -8,7 +8,6 @@ Layouts of one layer (x = 16 bytes / item size), both strided over blocks and he
 from __future__ import annotations
 
 import ctypes
-import functools
 
 import torch
 
@@ -57,7 +56,7 @@ def typed_caches(
     if wanted in FP8_KINDS:
         key_cache, value_cache = (cache.view(wanted) if cache.dtype == torch.uint8 else cache for cache in (key_cache, value_cache))
     if key_cache.dtype != wanted or value_cache.dtype != wanted:
-        raise ValueError(f"the caches are {key_cache.dtype} and {value_cache.dtype}; kv_cache_dtype {kv_cache_dtype!r} writes {wanted}")
+        raise ValueError(f"the caches are {key_cache.dtype} and {value_cache.dtype}; kv_cache_dtype {kv_cache_dtype!r} means {wanted}")
     return key_cache, value_cache
 
 
@@ -91,6 +90,15 @@ def scale_tensor(scale: float | torch.Tensor, device: torch.device) -> torch.Ten
     return None if scale == 1.0 else _constant(float(scale), device)
 
 
-@functools.lru_cache(1024)
+_constants: dict[tuple[float, torch.device], torch.Tensor] = {}
+"""Kept for good: a captured graph may read them."""
+
+
 def _constant(value: float, device: torch.device) -> torch.Tensor:
-    return torch.tensor(value, dtype=torch.float32, device=device)
+    if (value, device) not in _constants:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            # Written when the graph is replayed and not before: of no use to anybody else.
+            return torch.full((1,), value, dtype=torch.float32, device=device)
+        # A copy from the host is waited for, so that every stream finds the value.
+        _constants[value, device] = torch.tensor([value], dtype=torch.float32).to(device)
+    return _constants[value, device]

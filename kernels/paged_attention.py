@@ -19,7 +19,8 @@ from typing import NamedTuple
 import torch
 
 from kernels import reference
-from kernels.build import Library, check, load
+from kernels.build import Library, launch, load
+from kernels.kv_cache_format import FP8_KINDS, scale_tensor, typed_caches
 from kernels.op_library import LIBRARY
 
 HEAD_SIZES = (32, 64, 80, 96, 112, 120, 128, 192, 256)
@@ -31,8 +32,6 @@ MAX_EVICT_FIRST_BYTES = 400 << 20
 """A step that reads more than this evicts all of L2 anyway."""
 
 _SCALARS = {torch.float16: 0, torch.bfloat16: 1}
-_FP8 = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
-_CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
 class _Params(ctypes.Structure):
@@ -54,7 +53,7 @@ def library(head_size: int, dtype: torch.dtype, cache_dtype: torch.dtype, is_cla
     defines = {
         "HEAD_SIZE": head_size,
         "SCALAR": _SCALARS[dtype],
-        "KV_CACHE": _FP8.get(cache_dtype, 0),
+        "KV_CACHE": FP8_KINDS.get(cache_dtype, 0),
         "CLASSIC_LAYOUT": int(is_classic),
     }
     return Library("paged_attention.cu", defines)
@@ -64,7 +63,7 @@ def libraries(head_sizes: tuple[int, ...] = (64, 128)) -> Iterator[Library]:
     """What a server with these head sizes may load: the engine's layout, every type."""
     for head_size in head_sizes:
         for dtype in _SCALARS:
-            for cache_dtype in (dtype, *_FP8):
+            for cache_dtype in (dtype, *FP8_KINDS):
                 yield library(head_size, dtype, cache_dtype, is_classic=False)
 
 
@@ -108,21 +107,21 @@ def choose_launch(
     num_kv_tokens = num_seqs * max_seq_len if num_kv_tokens is None else num_kv_tokens
     is_large = 2 * num_kv_tokens * num_kv_heads * row_bytes > MAX_EVICT_FIRST_BYTES
     if num_rows <= num_multiprocessors // 4:
-        launch = Launch(-(-max_seq_len // (num_multiprocessors // num_rows)), True, 2, not is_large)
+        chosen = Launch(-(-max_seq_len // (num_multiprocessors // num_rows)), True, 2, not is_large)
     elif num_rows <= 2 * num_multiprocessors:
-        launch = Launch(-(-max_seq_len // (2 * num_multiprocessors // num_rows)), False, 4, not is_large)
+        chosen = Launch(-(-max_seq_len // (2 * num_multiprocessors // num_rows)), False, 4, not is_large)
     elif not is_large or max_seq_len <= 2048:
-        launch = Launch(max_seq_len, False, 4, True)
+        chosen = Launch(max_seq_len, False, 4, True)
     elif max_seq_len >= 8192 and row_bytes >= 256:
-        launch = Launch(max_seq_len, True, 1, False)
+        chosen = Launch(max_seq_len, True, 1, False)
     else:
-        launch = Launch(max_seq_len, False, 3, False)
+        chosen = Launch(max_seq_len, False, 3, False)
     if num_kv_tokens < 0.8 * num_seqs * max_seq_len:
         # A long sequence must not run on alone when the others have ended: an even share each, small enough to fill the gaps.
         share = -(-num_kv_tokens * num_kv_heads // (8 * num_multiprocessors))
-        launch = Launch(min(launch.partition_size, max(share, 256)), False, 4, not is_large)
-    size = max(launch.partition_size, -(-max_seq_len // MAX_PARTITIONS))
-    return launch._replace(partition_size=-(-size // STAGE_TOKENS) * STAGE_TOKENS)
+        chosen = Launch(min(chosen.partition_size, max(share, 256)), False, 4, not is_large)
+    size = max(chosen.partition_size, -(-max_seq_len // MAX_PARTITIONS))
+    return chosen._replace(partition_size=-(-size // STAGE_TOKENS) * STAGE_TOKENS)
 
 
 LIBRARY.define(
@@ -161,7 +160,7 @@ def paged_attention_v1(
     query's dtype ("auto") or FP8 (float8 or uint8 tensors) with one scale for all of K and of V; block_tables: int32
     [num_seqs, max_blocks]; seq_lens: int32 [num_seqs]; alibi_slopes: fp32 [num_heads]. Any context length. seq_len 0 gives zeros.
     Raises ValueError for what does not fit together, KernelError for what the GPU refuses."""
-    key_cache, value_cache = _typed_caches(key_cache, value_cache, kv_cache_dtype, query.dtype)
+    key_cache, value_cache = typed_caches(key_cache, value_cache, kv_cache_dtype, query.dtype)
     _check(out, query, key_cache, value_cache, num_kv_heads, block_tables, seq_lens, block_size, alibi_slopes, sliding_window, soft_cap)
     torch.ops.pagewire.paged_attention_v1(
         out,
@@ -176,8 +175,8 @@ def paged_attention_v1(
         max_seq_len,
         alibi_slopes,
         kv_cache_dtype,
-        _scale_tensor(k_scale, query.device),
-        _scale_tensor(v_scale, query.device),
+        scale_tensor(k_scale, query.device),
+        scale_tensor(v_scale, query.device),
         sliding_window=sliding_window or 0,
         soft_cap=soft_cap or 0.0,
     )
@@ -209,7 +208,7 @@ def paged_attention_v2(
     """Partitions of `partition_size` tokens (a multiple of 64), then a reduce. No seq_len may exceed max_seq_len: with P =
     ceil(max_seq_len / partition_size), exp_sums and max_logits are fp32 [num_seqs, num_heads, P] and tmp_out
     [num_seqs, num_heads, P, head_dim] in the query's dtype or fp32, all contiguous. The rest as paged_attention_v1."""
-    key_cache, value_cache = _typed_caches(key_cache, value_cache, kv_cache_dtype, query.dtype)
+    key_cache, value_cache = typed_caches(key_cache, value_cache, kv_cache_dtype, query.dtype)
     _check(out, query, key_cache, value_cache, num_kv_heads, block_tables, seq_lens, block_size, alibi_slopes, sliding_window, soft_cap)
     shape = (*query.shape[:2], _count_partitions(max_seq_len, partition_size))
     for name, tensor, wanted, dtypes in (
@@ -235,8 +234,8 @@ def paged_attention_v2(
         max_seq_len,
         alibi_slopes,
         kv_cache_dtype,
-        _scale_tensor(k_scale, query.device),
-        _scale_tensor(v_scale, query.device),
+        scale_tensor(k_scale, query.device),
+        scale_tensor(v_scale, query.device),
         sliding_window=sliding_window or 0,
         soft_cap=soft_cap or 0.0,
         partition_size=partition_size,
@@ -272,31 +271,31 @@ class PagedAttentionPlan:
         num_kv_heads, block_size = value_cache.shape[1], value_cache.shape[3 if key_cache.dim() == 5 else 2]
         tables = (block_tables, seq_lens, block_size)
         _check(query, query, key_cache, value_cache, num_kv_heads, *tables, alibi_slopes, sliding_window, soft_cap)
-        if key_cache.dtype not in (query.dtype, *_FP8) or value_cache.dtype != key_cache.dtype:
+        if key_cache.dtype not in (query.dtype, *FP8_KINDS) or value_cache.dtype != key_cache.dtype:
             raise ValueError(f"the caches are {key_cache.dtype} and {value_cache.dtype}; give both the query's {query.dtype} or float8")
         self._signature = _signature(query, key_cache, value_cache)
-        scales = (_scale_tensor(k_scale, query.device), _scale_tensor(v_scale, query.device))
-        launch = FORCED
+        scales = (scale_tensor(k_scale, query.device), scale_tensor(v_scale, query.device))
+        chosen = FORCED
         if query.is_cuda:
             covered = min(max_seq_len, sliding_window + STAGE_TOKENS) if sliding_window else max_seq_len
             row_bytes = query.shape[2] * key_cache.element_size()
             known = num_kv_tokens if covered == max_seq_len else None
-            launch = choose_launch(len(query), num_kv_heads, covered, row_bytes, _num_multiprocessors(query.device.index), known)
+            chosen = choose_launch(len(query), num_kv_heads, covered, row_bytes, _num_multiprocessors(query.device.index), known)
             # A narrow window asks for short partitions, but there are as many of them as without it.
             least = -(-max_seq_len // (MAX_PARTITIONS * STAGE_TOKENS)) * STAGE_TOKENS
-            launch = launch._replace(partition_size=max(launch.partition_size, least))
+            chosen = chosen._replace(partition_size=max(chosen.partition_size, least))
         if partition_size is not None:
-            launch = launch._replace(partition_size=partition_size)
-        num_partitions = _count_partitions(max_seq_len, launch.partition_size)
-        size = WHOLE if num_partitions <= 1 else launch.partition_size
-        self.launch = launch._replace(partition_size=size)
+            chosen = chosen._replace(partition_size=partition_size)
+        num_partitions = _count_partitions(max_seq_len, chosen.partition_size)
+        size = WHOLE if num_partitions <= 1 else chosen.partition_size
+        self.launch = chosen._replace(partition_size=size)
         self._layout = (num_kv_heads, scale, block_tables, seq_lens, block_size)
         self._scales = scales
         self._alibi_slopes, self._sliding_window, self._soft_cap = alibi_slopes, sliding_window or 0, soft_cap or 0.0
         if query.is_cuda:
             self._params = _params(
                 query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens, block_size, size, max(1, num_partitions),
-                alibi_slopes, scales[0], scales[1], self._sliding_window, self._soft_cap, launch.evict_first,
+                alibi_slopes, scales[0], scales[1], self._sliding_window, self._soft_cap, chosen.evict_first,
             )  # fmt: skip
             if size != WHOLE:
                 shape = (*query.shape[:2], num_partitions)
@@ -360,44 +359,6 @@ def paged_attention(
 @functools.cache
 def _num_multiprocessors(device_index: int) -> int:
     return torch.cuda.get_device_properties(device_index).multi_processor_count
-
-
-_constants: dict[tuple[float, torch.device], torch.Tensor] = {}
-"""Never let go, since a captured graph may hold their addresses: a few bytes for each scale of a model."""
-
-
-def _constant(value: float, device: torch.device) -> torch.Tensor:
-    if (value, device) not in _constants:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            # Written when the graph is replayed and not before: of no use to anybody else.
-            return torch.full((1,), value, dtype=torch.float32, device=device)
-        # A copy from the host is waited for, so that every stream finds the value.
-        _constants[value, device] = torch.tensor([value], dtype=torch.float32).to(device)
-    return _constants[value, device]
-
-
-def _scale_tensor(scale: float | torch.Tensor, device: torch.device) -> torch.Tensor | None:
-    if isinstance(scale, torch.Tensor):
-        if scale.numel() != 1:
-            raise ValueError(f"k_scale and v_scale are one number for the whole cache, not {list(scale.shape)}")
-        return scale.to(device=device, dtype=torch.float32)
-    return None if scale == 1.0 else _constant(float(scale), device)
-
-
-def _typed_caches(
-    key_cache: torch.Tensor, value_cache: torch.Tensor, kv_cache_dtype: str, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if kv_cache_dtype == "auto":
-        wanted = dtype
-    elif kv_cache_dtype in _CACHE_DTYPES:
-        wanted = _CACHE_DTYPES[kv_cache_dtype]
-    else:
-        raise ValueError(f"kv_cache_dtype must be auto, {', '.join(_CACHE_DTYPES)}, not {kv_cache_dtype!r}")
-    if wanted in _FP8:
-        key_cache, value_cache = (cache.view(wanted) if cache.dtype == torch.uint8 else cache for cache in (key_cache, value_cache))
-    if key_cache.dtype != wanted or value_cache.dtype != wanted:
-        raise ValueError(f"the caches are {key_cache.dtype} and {value_cache.dtype}; kv_cache_dtype {kv_cache_dtype!r} reads {wanted}")
-    return key_cache, value_cache
 
 
 def _check(
@@ -544,21 +505,15 @@ def _num_groups(group_size: int) -> int:
 
 
 def _launch(
-    launch: Launch, params: _Params, out: torch.Tensor, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor
+    how: Launch, params: _Params, out: torch.Tensor, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor
 ) -> None:
     if not len(query):
         return
     params.out, params.out_stride = out.data_ptr(), out.stride(0)
     params.query, params.key_cache, params.value_cache = query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr()
     kernels = _library(query.shape[2], query.dtype, key_cache.dtype, key_cache.dim() == 5)
-    device = query.device.index
-    if device == torch.cuda.current_device():
-        stream = torch.cuda.current_stream(device).cuda_stream
-        shape = (_num_groups(params.group_size), launch.is_deep, launch.blocks_per_multiprocessor)
-        check(kernels.launch_paged_attention(ctypes.addressof(params), *shape, stream))
-    else:
-        with torch.cuda.device(device):
-            _launch(launch, params, out, query, key_cache, value_cache)
+    shape = (_num_groups(params.group_size), how.is_deep, how.blocks_per_multiprocessor)
+    launch(kernels.launch_paged_attention, query.device, ctypes.addressof(params), *shape)
 
 
 def _with_partitions(params: _Params, exp_sums: torch.Tensor, max_logits: torch.Tensor, tmp_out: torch.Tensor) -> _Params:

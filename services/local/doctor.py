@@ -85,11 +85,15 @@ def _gpu() -> Check:
 
 def _compilers() -> Check:
     """What builds the kernels: C++ for attention on the CPU, nvcc for everything on a GPU."""
-    from kernels.build import PREBUILT, find_cxx, find_nvcc
+    from kernels.build import find_cxx, find_nvcc, find_prebuilt
 
-    prebuilt = [name for name in ("cpu_attention", "paged_attention") if any(PREBUILT.glob(f"{name}-*.so"))]
-    if prebuilt:
-        return Check("kernels", "ok", f"built ahead of time: {', '.join(prebuilt)}")
+    if importlib.util.find_spec("torch") is not None:
+        import torch
+
+        from kernels.cpu_attention import library
+
+        if find_prebuilt(library(torch.float32, 64), "native") is not None:
+            return Check("kernels", "ok", "built ahead of time for this processor")
     cxx, nvcc = find_cxx(), find_nvcc()
     found = ", ".join(path.name for path in (cxx, nvcc) if path is not None) or "no compiler"
     if cxx is None:

@@ -8,9 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
 from local_stack import ROOT, LocalStack, free_port
 from tokenizers import Tokenizer
 
+from kernels import build
+from kernels.cpu_attention import library
+from services.local.doctor import run_checks
 from shared.model_files.hf_tokenizer import tokenizer_from_hf
 from shared.model_files.model_source import resolve_model
 
@@ -51,6 +56,15 @@ def test_doctor_finds_this_machine_fit() -> None:
     assert done.returncode == 0, done.stdout
     assert set(checks) == {"python", "torch", "gpu", "kernels", "redis", "port", "shared memory", "memory", "model"}
     assert "redis" in pagewire("doctor", "--port", str(free_port())).stdout
+
+
+def test_doctor_counts_only_kernels_that_this_processor_would_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "PREBUILT", tmp_path)
+    monkeypatch.setattr(build, "find_cxx", lambda: None)
+    (tmp_path / "cpu_attention-0123.so").write_bytes(b"of other sources")
+    assert {check.name: check.status for check in run_checks("smollm2", free_port())}["kernels"] == "warn"
+    (tmp_path / build.library_name(library(torch.float32, 64), build.cpu_targets()[0])).write_bytes(b"")
+    assert {check.name: check.status for check in run_checks("smollm2", free_port())}["kernels"] == "ok"
 
 
 def test_doctor_says_what_is_wrong(stack: LocalStack, tmp_path: Path) -> None:
