@@ -85,15 +85,12 @@ def _gpu() -> Check:
 
 def _compilers() -> Check:
     """What builds the kernels: C++ for attention on the CPU, nvcc for everything on a GPU."""
-    from kernels.build import find_cxx, find_nvcc, find_prebuilt
+    from kernels.build import Library, find_cxx, find_nvcc, find_prebuilt
 
-    if importlib.util.find_spec("torch") is not None:
-        import torch
-
-        from kernels.cpu_attention import library
-
-        if find_prebuilt(library(torch.float32, 64), "native") is not None:
-            return Check("kernels", "ok", "built ahead of time for this processor")
+    # Named here, not asked of its module: that would import torch.
+    attention = Library("cpu_attention.cpp", {"ELEMENT": "float", "HEAD_DIM_FACTOR": 16})
+    if find_prebuilt(attention, "native") is not None:
+        return Check("kernels", "ok", "built ahead of time for this processor")
     cxx, nvcc = find_cxx(), find_nvcc()
     found = ", ".join(path.name for path in (cxx, nvcc) if path is not None) or "no compiler"
     if cxx is None:
