@@ -115,7 +115,7 @@ def choose_launch(
     elif max_seq_len >= 8192 and row_bytes >= 256:
         chosen = Launch(max_seq_len, True, 1, False)
     else:
-        chosen = Launch(max_seq_len, False, 3, False)
+        chosen = Launch(max_seq_len, False, 2, False)
     if num_kv_tokens < 0.8 * num_seqs * max_seq_len:
         # A long sequence must not run on alone when the others have ended: an even share each, small enough to fill the gaps.
         share = -(-num_kv_tokens * num_kv_heads // (8 * num_multiprocessors))
