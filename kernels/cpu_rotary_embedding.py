@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 
 import torch
 
 from kernels.build import KernelBuildError, Library, load
 
 ELEMENTS = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+_log = logging.getLogger(__name__)
 
 
 class _Arguments(ctypes.Structure):
@@ -38,8 +42,9 @@ def _library(dtype: torch.dtype) -> Library:
 def _kernel(dtype: torch.dtype) -> ctypes._NamedFuncPointer | None:
     try:
         kernel = load(_library(dtype)).cpu_rotary_embedding_and_cache
-    except (KernelBuildError, OSError):
-        return None  # attention has said so in the log
+    except (KernelBuildError, OSError) as error:
+        _log.warning("rotary embedding on the CPU runs on torch, which is slower for chunks: %s", error)
+        return None
     kernel.argtypes, kernel.restype = [ctypes.c_void_p], ctypes.c_int64
     return kernel
 
@@ -94,9 +99,14 @@ def _run(arguments: _Arguments, query: torch.Tensor, positions: torch.Tensor, sl
         return False
     wrong = kernel(ctypes.byref(arguments))
     if wrong >= 0:
-        slot = -1 if slot_mapping is None or wrong >= len(slot_mapping) else int(slot_mapping[wrong])
-        raise IndexError(
-            f"token {wrong}: position {int(positions[wrong])} is not in a table of {arguments.max_positions}, or slot {slot} not in the "
-            f"cache of {arguments.num_slots} slots"
-        )
+        raise outside(wrong, positions, arguments.max_positions, slot_mapping, arguments.num_slots)
     return True
+
+
+def outside(token: int, positions: torch.Tensor, max_positions: int, slot_mapping: torch.Tensor | None, num_slots: int) -> IndexError:
+    """What is said of a token whose position or slot does not exist."""
+    slot = -1 if slot_mapping is None or token >= len(slot_mapping) else int(slot_mapping[token])
+    return IndexError(
+        f"token {token}: position {int(positions[token])} is not in a table of {max_positions}, or slot {slot} not in the cache of "
+        f"{num_slots} slots"
+    )

@@ -144,9 +144,19 @@ def _rotary_embedding_and_cache_cuda(
 def _rotary_embedding_cpu(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     if cpu_rotary_embedding.rotate(query, key, positions, cos, sin):
         return
+    _refuse_outside(positions, len(cos), None, 0)
     cos, sin = cos[positions], sin[positions]
     for rows in (query, key):
         rows.copy_(reference.rotary_embedding(rows.float(), cos, sin))
+
+
+def _refuse_outside(positions: torch.Tensor, max_positions: int, slot_mapping: torch.Tensor | None, num_slots: int) -> None:
+    """Before anything is written: IndexError for a position outside the table (-1 would mean its last row) or a slot outside the cache."""
+    wrong = (positions < 0) | (positions >= max_positions)
+    if slot_mapping is not None:
+        wrong[: len(slot_mapping)] |= (slot_mapping < -1) | (slot_mapping >= num_slots)
+    if bool(wrong.any()):
+        raise cpu_rotary_embedding.outside(int(wrong.nonzero()[0]), positions, max_positions, slot_mapping, num_slots)
 
 
 def _rotary_embedding_and_cache_cpu(
@@ -164,6 +174,7 @@ def _rotary_embedding_and_cache_cpu(
 ) -> None:
     if cpu_rotary_embedding.rotate_and_cache(query, key, value, positions, cos, sin, key_cache, value_cache, slot_mapping):
         return
+    _refuse_outside(positions, len(cos), slot_mapping, len(key_cache) * block_size_of(key_cache, value_cache))
     torch.ops.pagewire.rotary_embedding(query, key, positions, cos, sin)
     torch.ops.pagewire.reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
 

@@ -278,8 +278,13 @@ def test_without_a_compiler_the_ops_mean_the_same(monkeypatch: pytest.MonkeyPatc
         assert_near(compiled, plain, torch.float32)
 
 
+@pytest.mark.parametrize("is_compiled", [True, False])
 @pytest.mark.parametrize(("position", "slot"), [(300, 0), (-1, 0), (0, 16), (0, -2)])
-def test_a_position_or_slot_that_does_not_exist_is_refused_before_anything_is_written(position: int, slot: int) -> None:
+def test_a_position_or_slot_that_does_not_exist_is_refused_before_anything_is_written(
+    position: int, slot: int, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_compiled:
+        monkeypatch.setattr(cpu_rotary_embedding, "_kernel", lambda dtype: None)
     cos, sin = tables(64, "cpu")
     rows = [randn(2, 2, 64, dtype=torch.float32, device="cpu", seed=seed) for seed in range(3)]
     before = [part.clone() for part in rows]
