@@ -21,6 +21,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -216,7 +217,7 @@ def build(library: Library, arch: str, folder: Path) -> Path:
         raise KernelBuildError(f"cannot write to {folder} ({error}); set PAGEWIRE_KERNEL_CACHE to a folder that can be written") from None
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+        unfinished = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.tmp")
         try:
             if path.is_file():  # another process was faster
                 return path
