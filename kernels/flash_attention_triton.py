@@ -85,12 +85,12 @@ def _attend(
 
 # What changes from step to step must not be compiled in: a server would stop for seconds at the first batch of 16 sequences.
 @triton.jit(
-    do_not_specialize=["num_seqs", "num_tiles", "num_splits", "window", "stride_split", "stride_table"],
+    do_not_specialize=["num_seqs", "num_tiles", "num_splits", "max_context", "window", "stride_split", "stride_table"],
     do_not_specialize_on_alignment=["maxima_ptr", "totals_ptr", "table_ptr", "query_start_ptr", "seq_lens_ptr", "slopes_ptr"],
 )
 def _flash_attention_kernel(
     out_ptr, partial_ptr, maxima_ptr, totals_ptr, query_ptr, key_ptr, value_ptr, table_ptr, query_start_ptr, seq_lens_ptr, slopes_ptr,
-    num_seqs, num_tiles, num_splits, qk_scale, v_scale, soft_cap, window, stride_split,
+    num_seqs, num_tiles, num_splits, max_context, qk_scale, v_scale, soft_cap, window, stride_split,
     stride_out_token, stride_out_head, stride_query_token, stride_query_head,
     stride_key_block, stride_key_head, stride_value_block, stride_value_head, stride_table,
     NUM_HEAD_GROUPS: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
@@ -119,7 +119,7 @@ def _flash_attention_kernel(
     first_token = (tile - query_start // TOKENS - low) * TOKENS
     if first_token >= num_queries:
         return
-    num_keys = tl.load(seq_lens_ptr + low)
+    num_keys = tl.minimum(tl.load(seq_lens_ptr + low), max_context)  # what the block table holds: a longer sequence is cut to it
     first_position = num_keys - num_queries + first_token
 
     rows = tl.arange(0, ROWS)
@@ -343,6 +343,7 @@ def flash_attention(
             num_seqs,
             num_tiles,
             num_splits,
+            block_tables.shape[1] * block_size,
             scale * k_scale * LOG2_E,
             v_scale,
             0.0 if soft_cap is None else soft_cap,

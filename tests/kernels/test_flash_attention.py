@@ -62,6 +62,21 @@ def interpret(case: AttentionCase, rows: int, keys: int, num_splits: int = 1) ->
     return batch.out
 
 
+def interpret_too_long(case: AttentionCase) -> torch.Tensor:
+    """The same in the interpreter's process with seq_lens beyond what a row of the block table holds; the next row is another's."""
+    from kernels import flash_attention_triton as triton_kernel
+
+    batch = AttentionBatch(case, "cpu")
+    num_blocks = -(-case.shapes[0][1] // case.block_size)
+    held = num_blocks * case.block_size
+    triton_kernel.flash_attention(
+        batch.out, batch.query, batch.key_cache, batch.value_cache, batch.block_tables[:, :num_blocks],
+        batch.tensor(batch.query_start_loc), batch.tensor([held + 100] * len(case.shapes)), max(q for q, _ in case.shapes), held,
+        batch.scale, None, None, None, 1.0, 1.0, triton_kernel.Configuration(16, 16, 4, 1), 1,
+    )  # fmt: skip
+    return batch.out
+
+
 @pytest.fixture(scope="module")
 def interpreter() -> Iterator[Interpret]:
     """Triton reads TRITON_INTERPRET when it is imported: a process of its own has it set, and nothing else does."""
@@ -71,7 +86,7 @@ def interpreter() -> Iterator[Interpret]:
         patch.setenv("TRITON_INTERPRET", "1")
         assert process.submit(os.getenv, "TRITON_INTERPRET").result() == "1"
         patch.undo()
-        yield lambda *arguments: process.submit(interpret, *arguments).result()
+        yield lambda *arguments, run=interpret: process.submit(run, *arguments).result()
 
 
 @pytest.mark.parametrize("case", INTERPRETED, ids=str)
@@ -185,3 +200,8 @@ def test_keys_are_cut_only_where_few_programs_meet_a_long_context() -> None:
     assert choose_num_splits(num_programs=8, num_key_tiles=9, num_multiprocessors=132) == 2
     assert choose_num_splits(num_programs=132, num_key_tiles=10_000, num_multiprocessors=132) == 1
     assert choose_num_splits(num_programs=8, num_key_tiles=3, num_multiprocessors=132) == 1
+
+
+def test_kernel_in_the_interpreter_cuts_a_sequence_to_what_its_block_table_holds(interpreter: Interpret) -> None:
+    case = AttentionCase(((5, 48), (3, 48)), dtype=torch.float32)
+    assert_close(interpreter(case, run=interpret_too_long), AttentionBatch(case, "cpu").expected(), case.dtype)
