@@ -94,7 +94,7 @@ def test_top_k_off_values_equal_no_top_k() -> None:
 
 def test_draws_follow_the_distribution() -> None:
     logits = torch.tensor([1.0, 0.0, -1.0, 2.0])
-    num_draws = 4000
+    num_draws = 1000
     rows = [row(temperature=0.7, seed=9, output=[0] * position) for position in range(num_draws)]
     draws = torch.tensor([token.token_id for token in sample(logits.expand(num_draws, -1), rows)])
     counts = torch.bincount(draws, minlength=4)
