@@ -25,6 +25,7 @@ class _DecodeBucket:
     rows: torch.Tensor  # [n] rows of the flattened batch
     blocks: torch.Tensor  # [n * max_blocks]
     mask: torch.Tensor | None  # [n, 1, 1, max_blocks * block_size]
+    unused: torch.Tensor | None  # places in the gathered [n * max_blocks * block_size] keys that belong to no sequence
 
 
 @dataclass(frozen=True)
@@ -77,19 +78,19 @@ class SDPAPagedAttention:
 
     def _bucket(self, members: list[int], block_tables: list[list[int]], query_start_loc: list[int], seq_lens: list[int]) -> _DecodeBucket:
         max_blocks = max(-(-seq_lens[i] // self._block_size) for i in members)
-        # Padding repeats the row's first block: it holds finite values, and the mask keeps them out of the result.
+        # Padding repeats the row's first block, which exists.
         tables = [(block_tables[i] + block_tables[i][:1] * max_blocks)[:max_blocks] for i in members]
         for i, table in zip(members, tables, strict=True):
             used = -(-seq_lens[i] // self._block_size)
             table[used:] = block_tables[i][:1] * (max_blocks - used)
         lengths = torch.tensor([seq_lens[i] for i in members])
         num_keys = max_blocks * self._block_size
-        mask = None
+        mask = unused = None
         if bool((lengths < num_keys).any()):
-            mask = torch.zeros(len(members), num_keys).masked_fill_(torch.arange(num_keys)[None] >= lengths[:, None], NEG_INF)[
-                :, None, None
-            ]
-        return _DecodeBucket(torch.tensor([query_start_loc[i] for i in members]), torch.tensor(tables).flatten(), mask)
+            is_unused = torch.arange(num_keys)[None] >= lengths[:, None]
+            mask = torch.zeros(len(members), num_keys).masked_fill_(is_unused, NEG_INF)[:, None, None]
+            unused = is_unused.flatten().nonzero().flatten()
+        return _DecodeBucket(torch.tensor([query_start_loc[i] for i in members]), torch.tensor(tables).flatten(), mask, unused)
 
     def __call__(self, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float) -> torch.Tensor:
         """query: [num_tokens, num_heads, head_dim]; caches of one layer: [num_blocks, num_kv_heads, block_size, head_dim]."""
@@ -99,8 +100,12 @@ class SDPAPagedAttention:
         for bucket in self._decode_buckets:
             n = len(bucket.rows)
             rows = query[bucket.rows].view(n, self._num_kv_heads, self._group, head_dim)
-            key = keys[:, bucket.blocks].view(self._num_kv_heads, n, -1, head_dim).transpose(0, 1)
-            value = values[:, bucket.blocks].view(self._num_kv_heads, n, -1, head_dim).transpose(0, 1)
+            key, value = (part[:, bucket.blocks].view(self._num_kv_heads, -1, head_dim) for part in (keys, values))
+            if bucket.unused is not None:
+                # Such slots may hold anything, and a mask does not silence a NaN.
+                key.index_fill_(1, bucket.unused, 0.0)
+                value.index_fill_(1, bucket.unused, 0.0)
+            key, value = (part.view(self._num_kv_heads, n, -1, head_dim).transpose(0, 1) for part in (key, value))
             result = F.scaled_dot_product_attention(rows, key, value, attn_mask=_as(bucket.mask, query), scale=scale)
             out[bucket.rows] = result.reshape(n, -1, head_dim)
         for row in self._prefill_rows:

@@ -13,6 +13,7 @@ from kernels.build import KernelBuildError, KernelError, Library
 
 ANSWER = 'extern "C" int answer() { return ANSWER; }\n'
 LIBRARY = Library("answer.cpp", {"ANSWER": 42})
+needs_compiler = pytest.mark.skipif(build.find_cxx() is None, reason="no C++ compiler")
 
 
 @pytest.fixture
@@ -43,6 +44,7 @@ def name_of(library: Library, arch: str = "sm_90a") -> str:
     return build.library_name(library, arch)
 
 
+@needs_compiler
 def test_a_library_is_built_once_and_loaded(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert build.load(LIBRARY).answer() == 42
     built = list((tmp_path / "cache").iterdir())
@@ -101,6 +103,7 @@ def test_without_a_compiler_the_error_says_what_to_do(sources: Path) -> None:
         build.load(LIBRARY)
 
 
+@needs_compiler
 def test_what_the_compiler_refuses_is_shown_and_leaves_nothing_behind(sources: Path, tmp_path: Path) -> None:
     (sources / "answer.cpp").write_text("this is not C++\n")
     with pytest.raises(KernelBuildError, match="this is not C"):
@@ -108,6 +111,7 @@ def test_what_the_compiler_refuses_is_shown_and_leaves_nothing_behind(sources: P
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+@needs_compiler
 def test_a_folder_that_cannot_be_written_is_named(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a file").write_text("")
     monkeypatch.setenv("PAGEWIRE_KERNEL_CACHE", str(tmp_path / "a file" / "cache"))
@@ -136,6 +140,7 @@ def test_a_compilation_that_hangs_ends(sources: Path, tmp_path: Path, monkeypatc
         build.load(LIBRARY)
 
 
+@needs_compiler
 def test_processes_that_build_at_once_end_with_one_library(sources: Path, tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from kernels import build\n"
@@ -149,6 +154,7 @@ def test_processes_that_build_at_once_end_with_one_library(sources: Path, tmp_pa
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [name_of(LIBRARY, "native")]
 
 
+@needs_compiler
 def test_what_was_built_ahead_serves_without_a_compiler(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = build.cpu_targets()[-1]
     build.build(LIBRARY, target, build.PREBUILT)
@@ -167,6 +173,7 @@ def test_the_best_target_this_processor_runs_comes_first(monkeypatch: pytest.Mon
         assert build.cpu_targets() == targets
 
 
+@needs_compiler
 def test_arm_names_its_own_processor_as_clang_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build.platform, "machine", lambda: "arm64")
     assert "-mcpu=native" in build._command(LIBRARY, "native")
@@ -174,6 +181,7 @@ def test_arm_names_its_own_processor_as_clang_wants_it(monkeypatch: pytest.Monke
     assert build.cpu_targets() == ["armv8-a"]
 
 
+@needs_compiler
 def test_no_option_changes_the_floating_point_mode_of_the_process() -> None:
     """-ffast-math links start-up code that flushes subnormals to zero in everything that runs beside it."""
     assert not {"-ffast-math", "-Ofast", "-funsafe-math-optimizations"} & set(build._command(LIBRARY, "native"))
@@ -191,6 +199,7 @@ def one_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "_all_libraries", lambda: [LIBRARY, Library("answer.cu", {"ANSWER": 7})])
 
 
+@needs_compiler
 @pytest.mark.usefixtures("one_library")
 def test_the_command_builds_lists_and_says_what_failed(sources: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target, folder = build.cpu_targets()[0], tmp_path / "out"
@@ -240,6 +249,7 @@ CUDA_SOURCES = sorted(path.name for path in (Path(build.__file__).parent / "csrc
 
 
 @pytest.mark.nvcc
+@needs_compiler
 @pytest.mark.skipif(build.find_nvcc() is None, reason="no nvcc: pip install 'pagewire[nvcc]'")
 @pytest.mark.parametrize("source", CUDA_SOURCES)
 def test_every_cuda_source_compiles(source: str) -> None:

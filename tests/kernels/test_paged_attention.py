@@ -153,7 +153,7 @@ LIMITS = [(256, torch.bfloat16, E4M3), (192, torch.float16, E5M2), (256, torch.f
 
 
 @pytest.mark.nvcc
-@pytest.mark.skipif(build.find_nvcc() is None, reason="no nvcc: pip install 'pagewire[nvcc]'")
+@pytest.mark.skipif(build.find_nvcc() is None or build.find_cxx() is None, reason="no nvcc or no C++ compiler for it")
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
 @pytest.mark.parametrize(("head_size", "dtype", "cache_dtype"), LIMITS, ids=str)
 def test_kernels_at_the_limits_of_shared_memory_compile(head_size: int, dtype: torch.dtype, cache_dtype: torch.dtype, arch: str) -> None:
