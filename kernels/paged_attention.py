@@ -28,6 +28,10 @@ CLASSIC_PARTITION_SIZE = 512
 STAGE_TOKENS = 64
 """Partitions are a multiple of what a thread block takes in at once."""
 MAX_PARTITIONS = 2048
+MIN_DEEP_TOKENS, MAX_DEEP_TOKENS = 128, 1024
+"""Of a partition that has a multiprocessor to itself."""
+RAGGED_TOKENS = 1536
+"""Of a partition of a ragged batch, at most."""
 MAX_EVICT_FIRST_BYTES = 400 << 20
 """A step that reads more than this evicts all of L2 anyway."""
 
@@ -100,26 +104,22 @@ def choose_launch(
     """V1 or V2 and the rest, fitted to the tables of bench/kernels/paged_attention.py --partitions (bench/RESULTS.md).
 
     row_bytes: of one token and KV head in K; num_kv_tokens: the sum of all lengths where it is known, which tells a ragged batch from an
-    even one. What the tables say: too many copies in flight cost memory bandwidth (5-10 %), too few as well; a partly filled last wave
-    costs most just above one wave; up to some 400 MB it pays not to evict what stands in L2."""
+    even one. What the tables say: four blocks a multiprocessor with little in flight each read fastest, as many as there is work for; a
+    short step rather has fewer, longer partitions to join, and few rows of it one block a multiprocessor with more in flight; up to some
+    400 MB it pays not to evict what stands in L2."""
     max_seq_len = max(1, max_seq_len)
     num_rows = max(1, num_seqs * num_kv_heads)
     num_kv_tokens = num_seqs * max_seq_len if num_kv_tokens is None else num_kv_tokens
     is_large = 2 * num_kv_tokens * num_kv_heads * row_bytes > MAX_EVICT_FIRST_BYTES
-    if num_rows <= num_multiprocessors // 4:
-        chosen = Launch(-(-max_seq_len // (num_multiprocessors // num_rows)), True, 2, not is_large)
-    elif num_rows <= 2 * num_multiprocessors:
-        chosen = Launch(-(-max_seq_len // (2 * num_multiprocessors // num_rows)), False, 4, not is_large)
-    elif not is_large or max_seq_len <= 2048:
-        chosen = Launch(max_seq_len, False, 4, True)
-    elif max_seq_len >= 8192 and row_bytes >= 256:
-        chosen = Launch(max_seq_len, True, 1, False)
+    share = -(-max_seq_len // max(1, num_multiprocessors // num_rows))  # of a multiprocessor
+    if num_rows <= num_multiprocessors // 4 and share <= MAX_DEEP_TOKENS:
+        chosen = Launch(max(share, MIN_DEEP_TOKENS), True, 2, not is_large)
     else:
-        chosen = Launch(max_seq_len, False, 2, False)
+        num_partitions = max(1, (4 if is_large else 2) * num_multiprocessors // num_rows)
+        chosen = Launch(-(-max_seq_len // num_partitions), False, 4, not is_large)
     if num_kv_tokens < 0.8 * num_seqs * max_seq_len:
-        # A long sequence must not run on alone when the others have ended: an even share each, small enough to fill the gaps.
-        share = -(-num_kv_tokens * num_kv_heads // (8 * num_multiprocessors))
-        chosen = Launch(min(chosen.partition_size, max(share, 256)), False, 4, not is_large)
+        # A long sequence must not run on alone when the others have ended.
+        chosen = Launch(min(chosen.partition_size, RAGGED_TOKENS), False, 4, not is_large)
     size = max(chosen.partition_size, -(-max_seq_len // MAX_PARTITIONS))
     return chosen._replace(partition_size=-(-size // STAGE_TOKENS) * STAGE_TOKENS)
 

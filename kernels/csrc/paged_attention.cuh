@@ -16,7 +16,6 @@ namespace paged_attention {
 constexpr int NUM_WARPS = 4;       // consumers; one more warp produces
 constexpr int NUM_THREADS = 32 * (NUM_WARPS + 1);
 constexpr int STAGE_TOKENS = 64;   // 16 a warp
-constexpr int PIECE_SKEW = 32;     // bytes between pieces of 16 tokens: lanes that read the same row of four pieces hit other banks
 constexpr int BARRIER_BYTES = 256;
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
@@ -115,7 +114,9 @@ struct Shape {
     static constexpr int K_STEPS = CHUNK_ITEMS / 4;            // products of depth 16 per K group
     static constexpr int V_GROUPS = CLASSIC ? (HEAD_DIM + 15) / 16 : (NUM_CHUNKS + 7) / 8;  // 8 lanes share a token
     static constexpr int V_TILES = CLASSIC ? 1 : CHUNK_ITEMS / 2;                           // 16-row tiles of O^T per V group
-    static constexpr int OPERAND_BYTES = STAGE_TOKENS * ROW_BYTES + 8 * PIECE_SKEW;         // K or V of one stage
+    // K or V of one stage. A copy to an address that is no multiple of 128 costs a tenth of the memory bandwidth, so pieces stand close
+    // together, although rows that all begin in the same bank make the reads conflict.
+    static constexpr int OPERAND_BYTES = STAGE_TOKENS * ROW_BYTES;
     static constexpr int STAGE_BYTES = 2 * OPERAND_BYTES;
     // Shallow: four blocks fit a multiprocessor. Deep: two, each with more copies in flight. The stages also hold what the warps merge.
     static constexpr int MIN_STAGES = IS_DEEP || STAGE_BYTES < NUM_WARPS * 16 * HEAD_DIM * 4 ? 2 : 1;
@@ -148,10 +149,9 @@ struct Kernel {
     // Byte offset of chunk `chunk` of token `token` of a stage, inside K.
     static __device__ __forceinline__ int key_offset(int token, int chunk, int block_size) {
         if constexpr (CLASSIC) {
-            int piece = token / block_size;
-            return piece * (block_size * S::ROW_BYTES + PIECE_SKEW) + (chunk * block_size + token % block_size) * 16;
+            return token / block_size * block_size * S::ROW_BYTES + (chunk * block_size + token % block_size) * 16;
         } else {
-            return token * S::ROW_BYTES + (token / 16) * PIECE_SKEW + chunk * S::CHUNK_BYTES;
+            return token * S::ROW_BYTES + chunk * S::CHUNK_BYTES;
         }
     }
 
@@ -167,8 +167,7 @@ struct Kernel {
         const int* table = p.block_tables + seq * p.block_table_stride;
         const char* keys = static_cast<const char*>(p.key_cache) + kv_head * p.k_head_stride * S::ITEM_BYTES;
         const char* values = static_cast<const char*>(p.value_cache) + kv_head * p.v_head_stride * S::ITEM_BYTES;
-        const int destination = CLASSIC ? lane * static_cast<int>(piece_bytes + PIECE_SKEW)
-                                        : lane * static_cast<int>(piece_bytes) + (lane * piece_tokens / 16) * PIECE_SKEW;
+        const int destination = lane * static_cast<int>(piece_bytes);
         int token = first_token + lane * piece_tokens;
         // Blocks outside the sequence or its window need not exist.
         bool has_piece = lane < num_pieces && token < seq_len && token + piece_tokens > window_start;
@@ -469,7 +468,7 @@ struct Kernel {
                                                       float (&out)[NUM_GROUPS][S::V_GROUPS * S::V_TILES][4]) {
         if constexpr (CLASSIC) {
             const int piece = column_token / block_size;
-            const char* base = values + piece * (block_size * S::ROW_BYTES + PIECE_SKEW) + (column_token % block_size) * S::ITEM_BYTES;
+            const char* base = values + piece * block_size * S::ROW_BYTES + (column_token % block_size) * S::ITEM_BYTES;
 #pragma unroll
             for (int j = 0; j < S::V_GROUPS; ++j) {
                 uint32_t a[4];
@@ -496,7 +495,7 @@ struct Kernel {
                 for (int group = 0; group < NUM_GROUPS; ++group) Math::mma(out[group][j], a, probs[group][0], probs[group][1]);
             }
         } else {
-            const char* base = values + column_token * S::ROW_BYTES + (column_token / 16) * PIECE_SKEW;
+            const char* base = values + column_token * S::ROW_BYTES;
 #pragma unroll
             for (int j = 0; j < S::V_GROUPS; ++j) {
                 const int chunk = 8 * j + g;
