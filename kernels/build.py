@@ -265,7 +265,8 @@ def launch(launcher: Callable[..., bytes | None], device: torch.device, *argumen
         with torch.cuda.device(device):
             launch(launcher, device, *arguments)
         return
-    check(launcher(*arguments, torch.cuda.current_stream(device).cuda_stream))
+    # Microseconds faster than torch.cuda.current_stream(device).cuda_stream, and what torch's own generated code calls.
+    check(launcher(*arguments, torch._C._cuda_getCurrentRawStream(device.index)))
 
 
 # ---- ahead of time --------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import os
 from collections.abc import Sequence
 
@@ -162,10 +163,9 @@ def _check_staging(cache: torch.Tensor, block_ids: torch.Tensor, staging: torch.
         raise ValueError(
             f"block_ids must be contiguous int64 [n] on {cache.device}, not {list(block_ids.shape)} {block_ids.dtype} on {block_ids.device}"
         )
-    if not staging.is_contiguous() or staging.nbytes != len(block_ids) * _block_nbytes(cache):
-        raise ValueError(
-            f"staging must be contiguous and hold {len(block_ids)} blocks of {_block_nbytes(cache)} bytes; it has {staging.nbytes}"
-        )
+    block_nbytes = _block_nbytes(cache)
+    if not staging.is_contiguous() or staging.nbytes != len(block_ids) * block_nbytes:
+        raise ValueError(f"staging must be contiguous and hold {len(block_ids)} blocks of {block_nbytes} bytes; it has {staging.nbytes}")
     if staging.device != cache.device and not (staging.device.type == "cpu" and staging.is_pinned()):
         raise ValueError(f"staging is on {staging.device}; give memory of {cache.device} or pinned memory of the host")
     if is_debugging(debug) or not cache.is_cuda:
@@ -173,7 +173,7 @@ def _check_staging(cache: torch.Tensor, block_ids: torch.Tensor, staging: torch.
 
 
 def _block_nbytes(cache: torch.Tensor) -> int:
-    return cache[0].nbytes if len(cache) else 0
+    return math.prod(cache.shape[1:]) * cache.element_size()
 
 
 # ---- on the GPU -----------------------------------------------------------------------------------------------------------

@@ -111,6 +111,16 @@ def runs_of(logits: torch.Tensor) -> dict[str, Callable[[], Run]]:
     }
 
 
+def time_of(make: Callable[[], Run]) -> float | str:
+    """Microseconds, or why not."""
+    try:
+        run = make()
+        run()
+        return microseconds(run)
+    except Exception as error:  # a peer that is not there, or does not run here
+        return f"{type(error).__name__}: {error}".splitlines()[0][:60]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocab", type=int, default=128256)
@@ -118,22 +128,17 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     batches = [int(batch) for batch in arguments.batches.split(",")]
-    table: dict[str, dict[int, float | str]] = {}
-    for batch in batches:
-        torch.manual_seed(0)
-        logits = torch.randn(batch, arguments.vocab, device="cuda") * 4
-        for name, make in runs_of(logits).items():
-            try:
-                run = make()
-                run()
-                table.setdefault(name, {})[batch] = microseconds(run)
-            except Exception as error:  # a peer that is not there, or does not run here
-                table.setdefault(name, {})[batch] = f"{type(error).__name__}: {error}".splitlines()[0][:60]
     print(f"vocabulary {arguments.vocab}, fp32, {device()}: microseconds\n")
     print("| | " + " | ".join(f"batch {batch}" for batch in batches) + " |\n|---|" + "---|" * len(batches))
-    for name, times in table.items():
-        cells = [f"{time:.1f}" if isinstance(time, float) else str(time) for time in (times.get(batch, "") for batch in batches)]
-        print(f"| {name} | " + " | ".join(cells) + " |")
+    runs = []
+    for batch in batches:
+        torch.manual_seed(0)
+        runs.append(runs_of(torch.randn(batch, arguments.vocab, device="cuda") * 4))
+    table: dict[str, dict[int, float | str]] = {}
+    for name in runs[0]:
+        table[name] = {batch: time_of(of_batch[name]) for batch, of_batch in zip(batches, runs, strict=True)}
+        cells = [f"{time:.1f}" if isinstance(time, float) else time for time in table[name].values()]
+        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps({"vocab": arguments.vocab, "microseconds": table}, indent=1))
 
