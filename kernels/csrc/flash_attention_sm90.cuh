@@ -235,9 +235,21 @@ __global__ void __launch_bounds__(NUM_THREADS, 1)
     const int piece_offset = (piece_chunk / 8) * Tiles::HALF_BYTES + piece_row * 128 + (((piece_chunk % 8) ^ (piece_row % 8)) << 4);
     if (c.group == 1) c.pass_turn();
 
-    // This warpgroup's 64 query rows, 16 bytes a thread at a time. All loads go out before the first is needed.
-    uint4 rows[PIECES];
-    auto load_rows = [&](const Work& w) {
+    int consumed = 0;  // key tiles so far
+    for (int item = 0;; ++item) {
+        Work w;
+        if (!w.find(p, item)) break;
+        if (w.num_tiles == 0) {  // more query tokens than the sequence is long: these see nothing
+            for (int index = threadIdx.x - 128; index < min(TILE_ROWS, w.num_rows - w.first_row) * HEAD_DIM; index += 256) {
+                const int packed_row = w.first_row + index / HEAD_DIM;
+                static_cast<T*>(p.out)[(w.query_start + packed_row / p.group_size) * p.out_stride +
+                                       static_cast<int64_t>(w.kv_head * p.group_size + packed_row % p.group_size) * HEAD_DIM + index % HEAD_DIM] = T(0.f);
+            }
+            continue;
+        }
+        // This warpgroup's 64 query rows, 16 bytes a thread at a time, swizzled as the tensor copies swizzle K. All loads go out before
+        // the first is needed.
+        uint4 rows[PIECES];
 #pragma unroll
         for (int i = 0; i < PIECES; ++i) {
             const int packed_row = w.first_row + piece_row + i * PIECE_ROWS;
@@ -248,25 +260,7 @@ __global__ void __launch_bounds__(NUM_THREADS, 1)
                 rows[i] = *reinterpret_cast<const uint4*>(source + piece_chunk * 8);
             }
         }
-    };
-
-    int consumed = 0;  // key tiles so far
-    int item = 0;
-    Work w;
-    bool has_work = w.find(p, item);
-    if (has_work) load_rows(w);
-    while (has_work) {
-        if (w.num_tiles == 0) {  // more query tokens than the sequence is long: these see nothing
-            for (int index = threadIdx.x - 128; index < min(TILE_ROWS, w.num_rows - w.first_row) * HEAD_DIM; index += 256) {
-                const int packed_row = w.first_row + index / HEAD_DIM;
-                static_cast<T*>(p.out)[(w.query_start + packed_row / p.group_size) * p.out_stride +
-                                       static_cast<int64_t>(w.kv_head * p.group_size + packed_row % p.group_size) * HEAD_DIM + index % HEAD_DIM] = T(0.f);
-            }
-            has_work = w.find(p, ++item);
-            if (has_work) load_rows(w);
-            continue;
-        }
-        // Swizzled as the tensor copies swizzle K. Before the query tile is written again, its last rows must have left.
+        // Before the query tile is written again, its last rows must have left.
         named_barrier_sync(BARRIER_GROUP + c.group, 128);
 #pragma unroll
         for (int i = 0; i < PIECES; ++i) *reinterpret_cast<uint4*>(tiles.query + piece_offset + i * PIECE_ROWS * 128) = rows[i];
@@ -337,10 +331,6 @@ __global__ void __launch_bounds__(NUM_THREADS, 1)
         const int last = (consumed - 1) % NUM_STAGES;
         mbarrier_wait(&tiles.full_values[last], ((consumed - 1) / NUM_STAGES) & 1);
         c.issue_values(tiles, last);
-        // Meanwhile the queries of the tile after this one are on their way.
-        Work next;
-        const bool has_next = next.find(p, ++item);
-        if (has_next) load_rows(next);
         float norm[2];
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
@@ -375,8 +365,6 @@ __global__ void __launch_bounds__(NUM_THREADS, 1)
                 *reinterpret_cast<uint4*>(target + piece_chunk * 8) = *reinterpret_cast<const uint4*>(tiles.query + piece_offset + i * PIECE_ROWS * 128);
             }
         }
-        w = next;
-        has_work = has_next;
     }
 }
 
