@@ -661,6 +661,12 @@ __global__ void __launch_bounds__(kThreads, 2)
     cluster.sync();  // the first block reads the others' shared memory until here
 }
 
+__device__ __forceinline__ uint64_t warp_min(uint64_t value) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) value = min(value, (uint64_t)__shfl_xor_sync(kFull, (unsigned long long)value, offset));
+    return value;
+}
+
 // The lowest index of the largest logit; NaN never wins. A cluster shares a row.
 template <typename T, int num_warps>
 __global__ void __launch_bounds__(num_warps * 32, 48 / num_warps)
@@ -681,18 +687,18 @@ __global__ void __launch_bounds__(num_warps * 32, 48 / num_warps)
         }
     });
     // As in the candidates, smaller is better: then the lowest index wins among equals.
-    uint64_t mine = candidate_of(largest, at);
-    for (int offset = 16; offset > 0; offset /= 2) mine = min(mine, (uint64_t)__shfl_xor_sync(kFull, (unsigned long long)mine, offset));
-    if (threadIdx.x % 32 == 0) best[threadIdx.x / 32] = mine;
+    uint64_t mine = warp_min(candidate_of(largest, at));
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (lane == 0) best[warp] = mine;
     __syncthreads();
-    if (threadIdx.x == 0) {
-        for (int w = 1; w < num_warps; ++w) best[0] = min(best[0], best[w]);
+    if (warp == 0) {
+        mine = warp_min(lane < num_warps ? best[lane] : ~0ull);
+        if (lane == 0) best[0] = mine;
     }
     cluster.sync();
-    if (slice == 0 && threadIdx.x == 0) {
-        uint64_t winner = best[0];
-        for (int i = 1; i < num_slices; ++i) winner = min(winner, cluster.map_shared_rank(&best[0], i)[0]);
-        token_ids[row_index] = (uint32_t)winner;
+    if (slice == 0 && warp == 0) {
+        const uint64_t winner = warp_min(lane < num_slices ? cluster.map_shared_rank(&best[0], lane)[0] : ~0ull);
+        if (lane == 0) token_ids[row_index] = (uint32_t)winner;
     }
     cluster.sync();
 }
