@@ -36,16 +36,18 @@ def _attend(
     within_tile = tl.arange(0, TILE)
     for start in range(first_key, end_key, TILE):
         keys = start + within_tile
-        in_sequence = keys < num_keys
+        is_used = keys < num_keys
+        if HAS_WINDOW:  # blocks before every window need not exist
+            is_used = is_used & (keys > tl.min(positions, 0) - window)
         entries = table_ptr + keys // BLOCK_SIZE
-        blocks = tl.load(entries, mask=in_sequence, other=0) if MASKED else tl.load(entries)
+        blocks = tl.load(entries, mask=is_used, other=0) if MASKED else tl.load(entries)
         # 64 bits: block x stride passes 2^31 elements in real caches.
         blocks = blocks.to(tl.int64)
         within_block = (keys % BLOCK_SIZE) * HEAD_DIM
         key_ptrs = key_ptr + (blocks * stride_key_block + within_block)[None, :] + dims[:, None]
         value_ptrs = value_ptr + (blocks * stride_value_block + within_block)[:, None] + dims[None, :]
         if MASKED or PADDED_DIM != HEAD_DIM:
-            key = tl.load(key_ptrs, mask=in_sequence[None, :] & (dims < HEAD_DIM)[:, None], other=0.0).to(query.dtype)
+            key = tl.load(key_ptrs, mask=is_used[None, :] & (dims < HEAD_DIM)[:, None], other=0.0).to(query.dtype)
         else:
             key = tl.load(key_ptrs).to(query.dtype)
         scores = tl.dot(query, key, input_precision="ieee")
@@ -59,7 +61,7 @@ def _attend(
         if HAS_ALIBI:
             scores += slopes[:, None] * (keys[None, :] - positions[:, None]).to(tl.float32)
         if MASKED:
-            visible = (keys[None, :] <= positions[:, None]) & in_sequence[None, :]
+            visible = (keys[None, :] <= positions[:, None]) & is_used[None, :]
             if HAS_WINDOW:
                 visible = visible & (keys[None, :] > positions[:, None] - window)
             scores = tl.where(visible, scores, float("-inf"))
@@ -73,9 +75,9 @@ def _attend(
         correction = tl.exp2(maximum - pivot)
         total = total * correction + tl.sum(weights, 1)
         accumulator = accumulator * correction[:, None]
-        # Rows of V past the sequence count as zero: 0 x NaN would be NaN.
+        # Rows of V past the sequence or before the window count as zero: 0 x NaN would be NaN.
         if MASKED or PADDED_DIM != HEAD_DIM:
-            value = tl.load(value_ptrs, mask=in_sequence[:, None] & (dims < HEAD_DIM)[None, :], other=0.0).to(query.dtype)
+            value = tl.load(value_ptrs, mask=is_used[:, None] & (dims < HEAD_DIM)[None, :], other=0.0).to(query.dtype)
         else:
             value = tl.load(value_ptrs).to(query.dtype)
         accumulator = tl.dot(weights.to(query.dtype), value, accumulator, input_precision="ieee")

@@ -109,6 +109,8 @@ def paged_attention(
         if seq_len == 0 or start == end:
             continue
         blocks = torch.tensor(block_tables[i][: -(-seq_len // block_size)], dtype=torch.int64, device=query.device)
+        if sliding_window is not None:  # blocks before every window need not exist: any other stands in for them
+            blocks[: max(0, seq_len - (end - start) + 1 - sliding_window) // block_size] = blocks[-1]
         key = _sequence(key_cache, blocks, seq_len).to(accumulate) * k_scale
         value = _sequence(value_cache, blocks, seq_len).to(accumulate) * v_scale
         rows = query[start:end].to(accumulate).view(end - start, num_kv_heads, group, head_dim)
@@ -125,6 +127,7 @@ def paged_attention(
         if sliding_window is not None:
             hidden |= distance <= -sliding_window
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1).masked_fill(hidden.all(-1, keepdim=True), 0.0)
+        value = value.masked_fill(hidden.all(0)[:, None, None], 0.0)  # there the slots may hold anything, and 0 x NaN is NaN
         out[start:end] = torch.einsum("hgqk,khd->qhgd", weights, value).reshape(end - start, num_heads, head_dim).to(out.dtype)
     return out
 

@@ -431,8 +431,7 @@ void prefill(Plan& plan, const Task& task) {
     for (int r = 0; r < num_rows; r++) max[r] = LOWEST, normaliser[r] = 0;
 
     const int64_t last_key = context + task.last;  // behind what the last query sees
-    int64_t first_key = a.sliding_window ? std::max<int64_t>(0, context + task.first + 1 - a.sliding_window) : 0;
-    first_key -= first_key % TILE_KEYS;
+    const int64_t first_key = a.sliding_window ? std::max<int64_t>(0, context + task.first + 1 - a.sliding_window) : 0;
     for (int64_t first = first_key; first < last_key; first += TILE_KEYS) {
         const int count = (int)std::min<int64_t>(TILE_KEYS, last_key - first);
         const E *key_rows[TILE_KEYS], *value_rows[TILE_KEYS];

@@ -1,7 +1,8 @@
 """Batches that attention kernels get wrong, and what the plain formula says about them.
 
-Everything that must not be read is poison: slots past a sequence's end (NaN keys, infinite values), other layers of the cache,
-the key and value part of a fused projection, block table entries past a sequence's end (-1 and the largest int32).
+Everything that must not be read is poison: slots past a sequence's end and before the first query's window (NaN keys, infinite values),
+other layers of the cache, the key and value part of a fused projection, block table entries past a sequence's end and wholly before the
+window (-1 and the largest int32).
 """
 
 from __future__ import annotations
@@ -63,8 +64,10 @@ class AttentionBatch:
         self.tables = [shared + [order.pop() for _ in range(count - len(shared))] for count in counts]
         table = torch.full((len(counts), max(counts) + 3), -1, dtype=torch.int32)
         table[:, 1::2] = 2**31 - 1
-        for row, blocks in zip(table, self.tables, strict=True):
-            row[: len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+        firsts = [max(0, seq_len - q + 1 - (case.sliding_window or seq_len)) for q, seq_len in case.shapes]
+        for row, blocks, first in zip(table, self.tables, firsts, strict=True):
+            unseen = first // case.block_size
+            row[unseen : len(blocks)] = torch.tensor(blocks[unseen:], dtype=torch.int32)
         # Wider in memory than it is: the row stride is not the number of blocks.
         self.block_tables = torch.cat([table, torch.full_like(table, -1)], dim=1).to(device)[:, : table.shape[1]]
 
@@ -74,8 +77,8 @@ class AttentionBatch:
         self.key_cache, self.value_cache = whole[:, 1, 0], whole[:, 1, 1]
         used = {
             blocks[t // case.block_size] * case.block_size + t % case.block_size
-            for blocks, seq_len in zip(self.tables, self.seq_lens, strict=True)
-            for t in range(seq_len)
+            for blocks, seq_len, first in zip(self.tables, self.seq_lens, firsts, strict=True)
+            for t in range(first, seq_len)
         }
         slots = torch.tensor(sorted(used), dtype=torch.int64, device=device)
         for cache in (self.key_cache, self.value_cache):
