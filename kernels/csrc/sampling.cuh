@@ -349,6 +349,7 @@ __device__ inline int locate(Shared& shared, const Row<T>& row, uint64_t amount,
     if (threadIdx.x < 32) {
         const int begin = shared.found * row.segment_size;
         uint64_t left = shared.found_amount;
+        __syncwarp();  // all have read before one writes
         for (int offset = 0; offset < row.segment_size; offset += 128) {
             const int first = begin + offset + lane * 4;
             uint64_t values[4], sum = 0;
