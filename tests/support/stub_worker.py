@@ -33,6 +33,7 @@ EOS = 2
 class _Job:
     identity: bytes
     request: DecodeRequest
+    sequence_index: int
     due_s: float
     index: int = 0
 
@@ -61,7 +62,7 @@ class StubWorker:
         self.incarnation = new_incarnation()
         self.received: list[RouterMessage] = []
         self.stats = WorkerStats(num_running=1, counters={"chunks_sent": 7})
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[tuple[str, int], _Job] = {}  # one for each sequence
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
@@ -105,7 +106,7 @@ class StubWorker:
         return [message for message in self.received if isinstance(message, kind)]
 
     def aborted(self) -> set[str]:
-        return {message.request_id for message in self.received if isinstance(message, AbortRequest)}
+        return {message.request_id for message in self.received if isinstance(message, AbortRequest) and message.sequence_index is None}
 
     @property
     def num_active(self) -> int:
@@ -125,7 +126,8 @@ class StubWorker:
     def _take(self, identity: bytes, message: RouterMessage) -> None:
         self.received.append(message)
         if isinstance(message, AbortRequest):
-            self._jobs.pop(message.request_id, None)
+            for key in [key for key in self._jobs if key[0] == message.request_id and message.sequence_index in (None, key[1])]:
+                del self._jobs[key]
         elif isinstance(message, PrefillRequest):
             failure = self.script.failure(message)
             if failure is not None:
@@ -135,18 +137,19 @@ class StubWorker:
             if failure is not None:
                 self._send(identity, failure)
             else:
-                self._jobs[message.request_id] = _Job(identity, message, time.monotonic() + self.script.first_delay_s)
+                for index in range(message.num_sequences):
+                    self._jobs[message.request_id, index] = _Job(identity, message, index, time.monotonic() + self.script.first_delay_s)
 
     def _emit(self) -> None:
         now_s = time.monotonic()
-        for request_id, job in list(self._jobs.items()):
+        for key, job in list(self._jobs.items()):
             if job.due_s > now_s or (self.script.stop_after is not None and job.index >= self.script.stop_after):
                 continue
             job.due_s = now_s + self.script.delay_s
             output = self._next(job)
             self._send(job.identity, output)
             if output.finish_reason:
-                del self._jobs[request_id]
+                del self._jobs[key]
 
     def _next(self, job: _Job) -> RequestOutput:
         sampling, tokens, index = job.request.sampling, self.script.token_ids, job.index
@@ -165,7 +168,8 @@ class StubWorker:
             )
         job.index += 1
         return RequestOutput(
-            request_id=job.request.request_id, token_id=token_id, index=index, logprobs=logprobs, finish_reason=reason,
+            request_id=job.request.request_id, sequence_index=job.sequence_index, token_id=token_id, index=index,
+            logprobs=logprobs, finish_reason=reason,
             stop_token_id=stop_token_id, num_cached_tokens=self.script.num_cached_tokens,
         )  # fmt: skip
 
