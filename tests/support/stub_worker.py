@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import zmq
 
@@ -51,6 +51,10 @@ class Script:
     """Say nothing more after this many tokens."""
     failure: Callable[[DecodeRequest | PrefillRequest], RequestFailed | None] = lambda request: None
     num_cached_tokens: int = 0
+    variants: Sequence[Sequence[int]] = ()
+    """Tokens of each sequence of a request; without them all say `token_ids`."""
+    logprob_of: Mapping[int, float] = field(default_factory=dict)
+    """Log-probabilities other than -0.5."""
 
 
 class StubWorker:
@@ -152,7 +156,8 @@ class StubWorker:
                 del self._jobs[key]
 
     def _next(self, job: _Job) -> RequestOutput:
-        sampling, tokens, index = job.request.sampling, self.script.token_ids, job.index
+        sampling, index = job.request.sampling, job.index
+        tokens = self.script.variants[job.sequence_index] if self.script.variants else self.script.token_ids
         token_id = tokens[index % len(tokens)] if self.script.repeats or index < len(tokens) else EOS
         reason = "length" if index + 1 == sampling.max_tokens else None
         stop_token_id = None
@@ -164,13 +169,16 @@ class StubWorker:
         if sampling.num_logprobs is not None:
             top = [token_id, *(other for other in range(100, 120) if other != token_id)][: sampling.num_logprobs]
             logprobs = TokenLogprobs(
-                logprob=-0.5, rank=1, top_token_ids=tuple(top), top_logprobs=tuple(-0.5 - rank for rank in range(len(top)))
+                logprob=self.script.logprob_of.get(token_id, -0.5),
+                rank=1,
+                top_token_ids=tuple(top),
+                top_logprobs=tuple(-0.5 - rank for rank in range(len(top))),
             )
         job.index += 1
         return RequestOutput(
             request_id=job.request.request_id, sequence_index=job.sequence_index, token_id=token_id, index=index,
-            logprobs=logprobs, finish_reason=reason,
-            stop_token_id=stop_token_id, num_cached_tokens=self.script.num_cached_tokens,
+            logprobs=logprobs, finish_reason=reason, stop_token_id=stop_token_id,
+            num_cached_tokens=self.script.num_cached_tokens,
         )  # fmt: skip
 
     def _send(self, identity: bytes, message: Message) -> None:
