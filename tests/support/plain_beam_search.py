@@ -23,7 +23,8 @@ def plain_beam_search(
         totals = torch.cat([total + logits_of(prompt + tokens).float().log_softmax(-1).double() for total, tokens in live])
         vocab_size = len(totals) // len(live)
         next_live: list[tuple[float, list[int]]] = []
-        for rank, position in enumerate(totals.argsort(descending=True)[: width * (1 + max(1, len(ending_ids)))].tolist()):
+        num_candidates = min(len(totals), width * (1 + max(1, len(ending_ids))))
+        for rank, position in enumerate(totals.topk(num_candidates).indices.tolist()):
             total, token_id = float(totals[position]), position % vocab_size
             tokens = [*live[position // vocab_size][1], token_id]
             if token_id in ending_ids:
