@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 from local_stack import CNT, LocalStack, ids
 from plain_beam_search import plain_beam_search
 from plain_run import plain_logits
@@ -115,6 +116,16 @@ def test_best_of_are_those_of_the_highest_mean_logprob(stack: LocalStack) -> Non
     assert answer["usage"]["completion_tokens"] == sum(len(choice["token_ids"]) for choice in drawn)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Short prompts on several threads, beside the stack's own, mostly wait for each other."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_beam_search_equals_the_plain_search_on_twenty_prompts(stack: LocalStack) -> None:
     for text in PROMPTS:
         answer = stack.complete(text, 4, n=4, use_beam_search=True)
