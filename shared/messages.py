@@ -11,7 +11,7 @@ from typing import Annotated, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from shared.errors import ProtocolError
-from shared.sampling_params import SamplingParams
+from shared.sampling_params import BeamSearchParams, SamplingParams
 
 PROTOCOL_VERSION: Final = 1
 FinishReason = Literal["stop", "length"]
@@ -56,6 +56,9 @@ class DecodeRequest(Message):
     attempt: int = 0
     token_ids: tuple[int, ...]
     sampling: SamplingParams
+    num_sequences: int = Field(1, ge=1)
+    """Answers to this prompt: drawn independently, or the best of a beam search."""
+    beam_search: BeamSearchParams | None = None
     cache_salt: str | None = None
     deadline_s: float
     priority: int = 0
@@ -68,6 +71,8 @@ class AbortRequest(Message):
     kind: Literal["abort"] = "abort"
     request_id: str
     reason: str
+    sequence_index: int | None = None
+    """Only this sequence (decode); the others go on."""
 
 
 class TokenLogprobs(BaseModel):
@@ -82,13 +87,15 @@ class TokenLogprobs(BaseModel):
 
 
 class RequestOutput(Message):
-    """Decode -> router: one generated token, or the end of the request (`finish_reason` set; the final token is included)."""
+    """Decode -> router: one generated token, or the end of its sequence (`finish_reason` set; the final token is included)."""
 
     kind: Literal["output"] = "output"
     request_id: str
+    sequence_index: int = 0
+    """Below the request's num_sequences."""
     token_id: int
     index: int
-    """0 for the first generated token; consecutive."""
+    """0 for the first generated token of the sequence; consecutive."""
     logprobs: TokenLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -33,6 +34,8 @@ class Request:
     sampling: SamplingParams | None = None
     cache_salt: str | None = None
     priority: int = 0
+    sequence_index: int = 0
+    """Which sequence of its client's request this is, where one prompt has several answers."""
     transfer_id: str | None = None
     traceparent: str = ""
     num_prompt_tokens: int = 0
@@ -63,9 +66,27 @@ class Request:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
-    def order(self) -> tuple[int, float]:
-        """Who goes first: lower priority value, then earlier arrival."""
-        return (self.priority, self.arrival_s)
+    def order(self) -> tuple[int, float, int]:
+        """Who goes first: lower priority value, then earlier arrival, then the earlier sequence."""
+        return (self.priority, self.arrival_s, self.sequence_index)
+
+    def fork(self, request_id: str, sequence_index: int) -> Request:
+        """Another sequence with the same tokens so far and nothing computed: it goes on by itself. What was reused is not counted twice."""
+        child = dataclasses.replace(
+            self,
+            request_id=request_id,
+            sequence_index=sequence_index,
+            token_ids=list(self.token_ids),
+            block_hashes=list(self.block_hashes),
+            transfer_id=None,
+            num_computed_tokens=0,
+            num_cached_tokens=self.num_cached_tokens or 0,
+            num_preemptions=0,
+            num_bypasses=0,
+            status=RequestStatus.WAITING,
+        )
+        child.num_prompt_tokens = self.num_prompt_tokens
+        return child
 
     def update_block_hashes(self, root: BlockHash, block_size: int) -> None:
         """Extend the chain over the blocks that are full by now."""

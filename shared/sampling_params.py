@@ -23,8 +23,6 @@ class SamplingParams(BaseModel):
     logit_bias: dict[int, float] = Field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] | None = None
     seed: int | None = None
-    sequence_index: int = Field(0, ge=0)
-    """Which of the n choices of one prompt this is: the second key of the random generator."""
     max_tokens: int = Field(16, ge=1)
     min_tokens: int = Field(0, ge=0)
     stop_token_ids: tuple[int, ...] = ()
@@ -35,3 +33,14 @@ class SamplingParams(BaseModel):
     @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_TEMPERATURE
+
+
+class BeamSearchParams(BaseModel):
+    """Search `width` hypotheses wide instead of drawing; scores are sums of log-probabilities / num_generated_tokens ** length_penalty."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    width: int = Field(ge=1)
+    length_penalty: float = Field(1.0, ge=-10.0, le=10.0)
+    early_stopping: bool = False
+    """True: done when `width` hypotheses have ended. False: when, besides, no live one scores better than the worst of them."""

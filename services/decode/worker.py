@@ -1,6 +1,8 @@
 """The decode worker: reserves blocks before prefill may send, samples the first token from the hidden state that comes with the
 commit, then generates in continuous batches over its own paged cache.
 
+Several answers to one prompt (n, beam search) are sequences that fork from the first one at its first token.
+
 When a transfer fails it computes the prompt itself (policy "recompute", counted and traced) or reports the failure ("fail").
 A short uncached tail behind a cached prefix never leaves this worker: the router sends it without a transfer.
 """
@@ -18,7 +20,10 @@ from functools import partial
 import torch
 from opentelemetry.trace import Tracer
 
-from services.decode.job import DecodeJob
+from services.decode import beam_group
+from services.decode.beam_search import BeamSearch, Hypothesis
+from services.decode.job import DecodeJob, DecodeSequence
+from services.decode.sequence_table import SequenceTable
 from shared import telemetry
 from shared.batch import SchedulerOutput
 from shared.cache.kv_cache_manager import Reservation
@@ -26,7 +31,7 @@ from shared.config import Settings
 from shared.engine.engine_core import StepResult
 from shared.engine.sampler import SampledToken, SamplingRow, sample
 from shared.engine.worker_loop import WorkerLoop, deadline_at, milliseconds
-from shared.messages import DecodeRequest, FinishReason, PrefillRequest, RequestFailed, RequestOutput, WorkerTiming
+from shared.messages import AbortRequest, DecodeRequest, FinishReason, PrefillRequest, RequestFailed, RequestOutput, WorkerTiming
 from shared.model_files.model_source import ModelSource
 from shared.model_files.weight_reader import PendingWeights
 from shared.request import Request, RequestStatus
@@ -49,6 +54,7 @@ class DecodeWorker(WorkerLoop):
     ) -> None:
         super().__init__(source, settings, tracer, progress, pending)
         self._jobs: dict[str, DecodeJob] = {}  # by request id
+        self._sequences = SequenceTable(self.engine.manager, self.engine.scheduler, settings.max_num_seqs)
         self._by_transfer: dict[str, str] = {}
         self._reserve_queue: deque[DecodeJob] = deque()
         self._committed: list[tuple[DecodeJob, bytes]] = []
@@ -90,12 +96,15 @@ class DecodeWorker(WorkerLoop):
             eos_token_ids=frozenset() if params.ignore_eos else frozenset(self.engine.config.eos_token_ids),
             attempt=message.attempt,
             span=span,
+            num_sequences=message.num_sequences,
+            beam_search=self._beam_search(message),
         )
         with self._lock:
             if len(self._jobs) >= self.settings.max_num_waiting:
                 self._refuse(router, message.request_id, "the decode queue is full", "overloaded")
                 return
             self._jobs[message.request_id] = job
+            self._sequences.add(job)
             if message.transfer_id is not None:
                 self._by_transfer[message.transfer_id] = message.request_id
                 # The wait for room may be long; an offer that comes meanwhile waits as long as the request does.
@@ -103,6 +112,14 @@ class DecodeWorker(WorkerLoop):
             self._reserve_queue.append(job)
             # Reserving here, not in the engine's next turn, lets the grant overlap the running step.
             self._reserve_from_queue()
+
+    def _beam_search(self, message: DecodeRequest) -> BeamSearch | None:
+        if message.beam_search is None:
+            return None
+        sampling = message.sampling
+        eos_token_ids = () if sampling.ignore_eos else self.engine.config.eos_token_ids
+        max_tokens = max(1, min(sampling.max_tokens, self.engine.max_model_len - len(message.token_ids)))
+        return BeamSearch(message.beam_search, max_tokens, frozenset(eos_token_ids), frozenset(sampling.stop_token_ids))
 
     def _refuse(self, router: bytes, request_id: str, text: str, error_type: str) -> None:
         failure = {"request_id": request_id, "message": text, "error_type": error_type, "retryable": error_type != "invalid_request"}
@@ -114,7 +131,10 @@ class DecodeWorker(WorkerLoop):
         with self._lock:
             while self._reserve_queue and not scheduler.has_waiting_for_blocks and self._num_placed < self.settings.max_num_seqs:
                 job = self._reserve_queue[0]
-                reservation = self.engine.manager.reserve(job.request, num_headroom_blocks=len(scheduler.running))
+                # Each row may need a block at its next token. Where nothing is placed nothing will come back: then it starts with what
+                # there is, and those of its sequences that find no room wait.
+                headroom = len(scheduler.running) + job.max_num_sequences - 1 if self._num_placed else 0
+                reservation = self.engine.manager.reserve(job.request, num_headroom_blocks=headroom)
                 if reservation is None:
                     return
                 self._reserve_queue.popleft()
@@ -126,8 +146,8 @@ class DecodeWorker(WorkerLoop):
 
     @property
     def _num_placed(self) -> int:
-        """Requests that hold their blocks."""
-        return len(self._jobs) - len(self._reserve_queue) - len(self.engine.scheduler.waiting)
+        """Sequences that hold their blocks."""
+        return self._sequences.num_placed - len(self._reserve_queue)
 
     def _expect_transfer(self, job: DecodeJob, transfer_id: str, reservation: Reservation) -> None:
         job.request.status = RequestStatus.WAITING_FOR_KV
@@ -141,8 +161,11 @@ class DecodeWorker(WorkerLoop):
             traceparent=job.traceparent,
         )
 
-    def abort(self, request_id: str, reason: str) -> None:
-        self.post(lambda: self._end(request_id, f"aborted: {reason}"))
+    def abort(self, message: AbortRequest) -> None:
+        if message.sequence_index is None:
+            self.post(lambda: self._end(message.request_id, f"aborted: {message.reason}"))
+        else:
+            self.post(partial(self._abort_sequence, message.request_id, message.sequence_index))
 
     def routers_in_use(self) -> set[bytes]:
         return {job.router for job in list(self._jobs.values())}
@@ -210,12 +233,14 @@ class DecodeWorker(WorkerLoop):
         committed = [(job, hidden) for job, hidden in committed if job.request.request_id in self._jobs]
         if committed:
             rows = [torch.frombuffer(bytearray(hidden), dtype=self.engine.dtype) for _, hidden in committed]
-            self._generate([job for job, _ in committed], torch.stack(rows))
+            self._generate([job.sequences[0] for job, _ in committed], torch.stack(rows))
+        for job in list(self._jobs.values()):
+            if job.beam_search is not None:
+                beam_group.release_idle(job, job.beam_search, self._sequences)
 
     # ---- engine thread: steps -----------------------------------------------------------------------------------------
     def on_scheduled(self, output: SchedulerOutput) -> None:
-        for row in output.scheduled:
-            job = self._jobs[row.request.request_id]
+        for job in {self._sequences[row.request.request_id].job for row in output.scheduled}:
             job.num_steps += 1
             job.reserved_ns = job.reserved_ns or time.time_ns()
 
@@ -223,28 +248,49 @@ class DecodeWorker(WorkerLoop):
         for row in result.output.scheduled:
             num_prompt_tokens = min(row.end, row.request.num_prompt_tokens) - row.start
             if num_prompt_tokens > 0:
-                self._jobs[row.request.request_id].num_local_prompt_tokens += num_prompt_tokens
+                self._sequences[row.request.request_id].job.num_local_prompt_tokens += num_prompt_tokens
                 self._counters["local_prompt_tokens"] += num_prompt_tokens
-        completed = [self._jobs[request.request_id] for request in result.completed()]
-        for job in completed:
-            job.started_ns = job.started_ns or result.end_ns
+        completed = [self._sequences[request.request_id] for request in result.completed()]
+        for sequence in completed:
+            sequence.job.started_ns = sequence.job.started_ns or result.end_ns
         if completed:
             self._generate(completed, result.hidden)
 
-    def _generate(self, jobs: list[DecodeJob], hidden: torch.Tensor) -> None:
-        """hidden: [len(jobs), hidden_size], the last hidden state of each; samples and sends one token each."""
+    def _generate(self, sequences: list[DecodeSequence], hidden: torch.Tensor) -> None:
+        """hidden: [len(sequences), hidden_size], the last hidden state of each; samples and sends one token each, and at the first
+        token of a request one for each of its sequences. A beam search takes its row and goes on when all its beams have theirs."""
         logits = self.engine.runner.compute_logits(hidden)
-        rows = [SamplingRow(job.params, job.seed, job.request.token_ids, job.request.num_prompt_tokens, job.stop_ids) for job in jobs]
+        drawn: list[DecodeSequence] = []
+        rows: list[int] = []
+        searching: dict[DecodeJob, BeamSearch] = {}
+        for row, sequence in enumerate(sequences):
+            job = sequence.job
+            if job.beam_search is not None:
+                job.beam_search.take_logits(sequence.index, logits[row])
+                searching[job] = job.beam_search
+                continue
+            is_first = sequence.request.num_output_tokens == 0
+            forks = [self._sequences.fork(sequence, index) for index in range(1, job.num_sequences)] if is_first else []
+            drawn += [sequence, *forks]
+            rows += [row] * (1 + len(forks))
+        if drawn:
+            self._draw(drawn, logits if len(rows) == len(sequences) else logits[rows])
+        for job, search in searching.items():
+            if search.is_ready:
+                self._advance_beams(job, search)
+
+    def _draw(self, sequences: list[DecodeSequence], logits: torch.Tensor) -> None:
+        rows = [sequence.sampling_row() for sequence in sequences]
         try:
             tokens: list[SampledToken | Exception] = [*sample(logits, rows)]
         except Exception:  # one bad row must not take the others with it
             logger.exception("sampling a batch failed")
             tokens = [self._sample_alone(logits[index : index + 1], row) for index, row in enumerate(rows)]
-        for job, token in zip(jobs, tokens, strict=True):
+        for sequence, token in zip(sequences, tokens, strict=True):
             if isinstance(token, Exception):
-                self._end(job.request.request_id, f"sampling failed: {token}", "internal")
-            else:
-                self._emit(job, token)
+                self._end(sequence.job.request.request_id, f"sampling failed: {token}", "internal")
+            elif sequence.request.request_id in self._sequences:  # a failed sibling takes it along
+                self._emit(sequence, token)
 
     def _sample_alone(self, logits: torch.Tensor, row: SamplingRow) -> SampledToken | Exception:
         try:
@@ -252,36 +298,68 @@ class DecodeWorker(WorkerLoop):
         except Exception as error:
             return error
 
-    def _emit(self, job: DecodeJob, token: SampledToken) -> None:
-        request = job.request
+    def _emit(self, sequence: DecodeSequence, token: SampledToken) -> None:
+        job, request = sequence.job, sequence.request
         index = request.num_output_tokens
         request.token_ids.append(token.token_id)
-        self._counters["generation_tokens"] += 1
-        if index == 0:
-            self._note_first_token(job)
-        finish_reason, stop_token_id = self._finish_reason(job, token.token_id)
-        self.rpc.send(job.router, RequestOutput(
-            request_id=request.request_id,
+        finish_reason, stop_token_id = self._finish_reason(sequence, token.token_id)
+        self._send_token(job, RequestOutput(
+            request_id=job.request.request_id,
+            sequence_index=sequence.index,
             token_id=token.token_id,
             index=index,
             logprobs=token.logprobs,
             finish_reason=finish_reason,
             stop_token_id=stop_token_id,
-            num_cached_tokens=request.num_cached_tokens or 0,
+            num_cached_tokens=job.request.num_cached_tokens or 0,
             num_preemptions=request.num_preemptions,
         ))  # fmt: skip
         if finish_reason is not None:
-            self._end(request.request_id, None)
+            self._end_sequence(sequence)
 
-    def _finish_reason(self, job: DecodeJob, token_id: int) -> tuple[FinishReason | None, int | None]:
-        request, params = job.request, job.params
+    def _send_token(self, job: DecodeJob, output: RequestOutput) -> None:
+        self._counters["generation_tokens"] += 1
+        if job.num_sent_tokens == 0:
+            self._note_first_token(job)
+        job.num_sent_tokens += 1
+        self.rpc.send(job.router, output)
+
+    def _finish_reason(self, sequence: DecodeSequence, token_id: int) -> tuple[FinishReason | None, int | None]:
+        request, params = sequence.request, sequence.job.params
         if token_id in params.stop_token_ids:
             return "stop", token_id
-        if token_id in job.eos_token_ids:
+        if token_id in sequence.job.eos_token_ids:
             return "stop", None
         if request.num_output_tokens >= params.max_tokens or request.num_tokens >= self.engine.max_model_len:
             return "length", None
         return None, None
+
+    def _advance_beams(self, job: DecodeJob, search: BeamSearch) -> None:
+        try:
+            hypotheses = beam_group.advance(job, search, self._sequences)
+        except Exception as error:
+            logger.exception("a step of a beam search failed")
+            self._end(job.request.request_id, f"beam search failed: {error}", "internal")
+            return
+        if hypotheses is not None:
+            for rank, hypothesis in enumerate(hypotheses):
+                self._send_hypothesis(job, rank, hypothesis)
+            self._end(job.request.request_id, None)
+
+    def _send_hypothesis(self, job: DecodeJob, rank: int, hypothesis: Hypothesis) -> None:
+        last = len(hypothesis.token_ids) - 1
+        for index, (token_id, logprobs) in enumerate(zip(hypothesis.token_ids, hypothesis.logprobs, strict=True)):
+            self._send_token(job, RequestOutput(
+                request_id=job.request.request_id,
+                sequence_index=rank,
+                token_id=token_id,
+                index=index,
+                logprobs=logprobs,
+                finish_reason=hypothesis.finish_reason if index == last else None,
+                stop_token_id=hypothesis.stop_token_id if index == last else None,
+                num_cached_tokens=job.request.num_cached_tokens or 0,
+                num_preemptions=job.num_all_preemptions if rank == 0 else 0,
+            ))  # fmt: skip
 
     def _note_first_token(self, job: DecodeJob) -> None:
         job.first_token_ns = time.time_ns()
@@ -293,6 +371,18 @@ class DecodeWorker(WorkerLoop):
         )
 
     # ---- engine thread: how a request ends ----------------------------------------------------------------------------
+    def _end_sequence(self, sequence: DecodeSequence) -> None:
+        """It gives its own blocks back at once; the request ends with its last sequence."""
+        self._sequences.end(sequence)
+        if not sequence.job.sequences:
+            self._end(sequence.job.request.request_id, None)
+
+    def _abort_sequence(self, request_id: str, index: int) -> None:
+        job = self._jobs.get(request_id)
+        # The sequences of a beam search are not those that its client knows.
+        if job is not None and job.beam_search is None and index in job.sequences and job.num_sent_tokens:
+            self._end_sequence(job.sequences[index])
+
     def _end(self, request_id: str, failure: str | None, error_type: str = "unavailable") -> None:
         """Forget a request, wherever it stands, and give its blocks back. `failure` None: it finished. Safe to call again."""
         with self._lock:
@@ -304,14 +394,13 @@ class DecodeWorker(WorkerLoop):
         request = job.request
         if request.transfer_id is not None and self._by_transfer.pop(request.transfer_id, None) is not None:
             self._receiver.abort(request.transfer_id, failure or "finished")  # returns when no lane writes into our blocks
-        self.engine.scheduler.remove(request_id)
-        self.engine.manager.free(request_id)
-        request.status = RequestStatus.FINISHED
+        for sequence in list(job.sequences.values()):
+            self._sequences.end(sequence)
         now_ns = time.time_ns()
         job.span.set_attributes(
             {
-                "gen_ai.usage.output_tokens": request.num_output_tokens,
-                "decode.num_preemptions": request.num_preemptions,
+                "gen_ai.usage.output_tokens": job.num_sent_tokens,
+                "decode.num_preemptions": job.num_all_preemptions,
                 "decode.num_local_prompt_tokens": job.num_local_prompt_tokens,
                 "decode.failure": failure or "",
             }
@@ -319,7 +408,7 @@ class DecodeWorker(WorkerLoop):
         job.span.end(now_ns)
         if failure is not None:
             if not failure.startswith("aborted"):
-                retryable = error_type == "unavailable" or (error_type == "internal" and request.num_output_tokens == 0)
+                retryable = error_type == "unavailable" or (error_type == "internal" and job.num_sent_tokens == 0)
                 failed = {"request_id": request_id, "message": failure, "error_type": error_type, "retryable": retryable}
                 self.rpc.send(job.router, RequestFailed.model_validate(failed))
             return
@@ -328,23 +417,22 @@ class DecodeWorker(WorkerLoop):
             phase="decode",
             queue_ms=milliseconds(job.received_ns, job.reserved_ns or job.received_ns),
             compute_ms=milliseconds(job.started_ns, now_ns),
-            num_computed_tokens=job.num_local_prompt_tokens + request.num_output_tokens,
+            num_computed_tokens=job.num_local_prompt_tokens + job.num_sent_tokens,
             num_cached_tokens=request.num_cached_tokens or 0,
             num_steps=job.num_steps,
         ))  # fmt: skip
 
     def on_step_failed(self, output: SchedulerOutput, error: Exception) -> None:
-        for row in output.scheduled:
-            self._end(row.request.request_id, f"decode step failed: {error}", "internal")
+        for job in {self._sequences[row.request.request_id].job for row in output.scheduled}:
+            self._end(job.request.request_id, f"decode step failed: {error}", "internal")
 
     def fail_all(self, reason: str) -> None:
         for request_id in list(self._jobs):
             self._end(request_id, reason)
 
     def load(self) -> tuple[int, int, int]:
-        jobs = list(self._jobs.values())
         num_running = len(self.engine.scheduler.running)
-        return len(jobs) - num_running, num_running, sum(job.request.num_uncomputed_tokens for job in jobs)
+        return len(self._sequences) - num_running, num_running, self._sequences.num_uncomputed_tokens
 
     def service_counters(self) -> dict[str, float]:
         return {**self._counters, **self._receiver.counters()}

@@ -22,7 +22,7 @@ from shared.config import Settings
 from shared.engine.engine_core import StepResult
 from shared.engine.worker_loop import WorkerLoop, deadline_at, milliseconds
 from shared.errors import TransferError
-from shared.messages import DecodeRequest, PrefillRequest, RequestFailed, WorkerTiming
+from shared.messages import AbortRequest, DecodeRequest, PrefillRequest, RequestFailed, WorkerTiming
 from shared.model_files.model_source import ModelSource
 from shared.model_files.weight_reader import PendingWeights
 from shared.request import Request, RequestStatus
@@ -89,11 +89,11 @@ class PrefillWorker(WorkerLoop):
         except TransferError as error:
             self.on_failed(message.transfer_id, error.message)
 
-    def abort(self, request_id: str, reason: str) -> None:
+    def abort(self, message: AbortRequest) -> None:
         with self._lock:
-            transfer_ids = [job.transfer_id for job in self._jobs.values() if job.request.request_id == request_id]
+            transfer_ids = [job.transfer_id for job in self._jobs.values() if job.request.request_id == message.request_id]
         for transfer_id in transfer_ids:
-            self._sender.abort(transfer_id, reason)
+            self._sender.abort(transfer_id, message.reason)
             self.post(partial(self._stop_computing, transfer_id))
 
     def routers_in_use(self) -> set[bytes]:

@@ -7,8 +7,7 @@ Whatever ends an attempt, both workers are told to forget it unless decode repor
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from opentelemetry.trace import Tracer
@@ -39,7 +38,7 @@ from shared.messages import (
     RequestOutput,
     WorkerMessage,
 )
-from shared.sampling_params import SamplingParams
+from shared.sampling_params import BeamSearchParams, SamplingParams
 from shared.telemetry import SPAN_ROUTE, start_span
 
 WORKER_WAIT_S = 5.0
@@ -56,7 +55,7 @@ _ERROR_CLASSES: dict[str, type[PagewireError]] = {
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids and what else the KV depends on; hashed once for all choices."""
+    """Token ids and what else the KV depends on; hashed once for all attempts."""
 
     token_ids: tuple[int, ...]
     cache_salt: str | None
@@ -70,7 +69,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """One choice of one prompt. `deadline_s` is on the event loop's clock."""
+    """All answers to one prompt. `deadline_s` is on the event loop's clock."""
 
     request_id: str
     prompt: Prompt
@@ -78,6 +77,13 @@ class EngineRequest:
     priority: int
     traceparent: str
     deadline_s: float
+    num_sequences: int = 1
+    beam_search: BeamSearchParams | None = None
+
+    @property
+    def max_num_sequences(self) -> int:
+        """How many decode works on at a time."""
+        return self.num_sequences if self.beam_search is None else self.beam_search.width
 
 
 class _Deadline:
@@ -127,8 +133,9 @@ class Dispatcher:
         self._settings = settings
         self._model_fingerprint = model_fingerprint
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
-        """Tokens in order, the last with a finish_reason. Closing the generator aborts the request everywhere.
+    async def generate(self, request: EngineRequest, has_ended: Callable[[int], bool]) -> AsyncGenerator[RequestOutput, None]:
+        """Tokens of all sequences, each sequence in order, its last with a finish_reason. `has_ended(sequence_index)` is asked after each
+        token: True ends that sequence here and at decode, as a stop string does. Closing the generator aborts the request everywhere.
 
         Raises InvalidRequestError, OverloadedError, UnavailableError, DeadlineExceededError; WorkerFailedError also in mid-stream.
         """
@@ -139,7 +146,7 @@ class Dispatcher:
             pair = await self._route(request, avoid, last_error)
             has_started = False
             attempt_id = request.request_id if attempt == 0 else f"{request.request_id}-r{attempt}"
-            outputs = self._attempt(request, attempt_id, attempt, pair)
+            outputs = self._attempt(request, attempt_id, attempt, pair, has_ended)
             try:
                 async for output in outputs:
                     has_started = True
@@ -214,7 +221,9 @@ class Dispatcher:
         finally:
             span.end()
 
-    async def _attempt(self, request: EngineRequest, request_id: str, attempt: int, pair: _Pair) -> AsyncGenerator[RequestOutput, None]:
+    async def _attempt(
+        self, request: EngineRequest, request_id: str, attempt: int, pair: _Pair, has_ended: Callable[[int], bool]
+    ) -> AsyncGenerator[RequestOutput, None]:
         loop = asyncio.get_running_loop()
         mailbox: asyncio.Queue[Mail] = asyncio.Queue()
         timer = loop.call_at(request.deadline_s, mailbox.put_nowait, _Deadline())
@@ -224,23 +233,33 @@ class Dispatcher:
             prefill_worker = prefill
             prefill.client.register(request_id, lambda mail: self._note_prefill(prefill_worker, request_id, mail, mailbox))
         self._count_load(request, request_id, pair)
-        next_index = 0
+        num_tokens = [0] * request.num_sequences
+        live = set(range(request.num_sequences))
+        max_mail = request.num_sequences * (request.sampling.max_tokens + 2)
         is_finished = False
         try:
             self._send(request, request_id, attempt, pair)
-            while not is_finished:
+            while live:
                 mail = await mailbox.get()
                 if isinstance(mail, RequestOutput):
-                    if mail.index != next_index or mailbox.qsize() > request.sampling.max_tokens + 2:
-                        message = f"decode worker sent token {mail.index} where {next_index} was due"
+                    index = mail.sequence_index
+                    if index not in live and index < request.num_sequences:
+                        continue  # its end here and this token crossed
+                    if index not in live or mail.index != num_tokens[index] or mailbox.qsize() > max_mail:
+                        message = f"decode worker sent token {mail.index} of sequence {index}, which was not due"
                         raise _RetryableFailure(WorkerFailedError(message), decode.holder)
-                    if next_index == 0 and prefill is not None:
+                    if prefill is not None and not any(num_tokens):
                         prefill.release(request_id)
-                    next_index += 1
-                    is_finished = mail.finish_reason is not None
-                    if is_finished:
+                    num_tokens[index] += 1
+                    if mail.finish_reason is not None:
+                        live.remove(index)
+                        is_finished = not live
                         self._metrics.preemptions.inc(mail.num_preemptions)
                     yield mail
+                    if index in live and has_ended(index):
+                        live.remove(index)
+                        if live:
+                            decode.client.send(AbortRequest(request_id=request_id, sequence_index=index, reason="a stop string was found"))
                 elif isinstance(mail, RequestFailed):
                     error = _as_error(mail)
                     if mail.retryable:
@@ -249,7 +268,7 @@ class Dispatcher:
                 elif isinstance(mail, WorkerGone):
                     raise _RetryableFailure(WorkerFailedError(mail.reason, retry_after_s=1.0), decode.holder)
                 elif isinstance(mail, _PrefillRefused):
-                    if next_index == 0:
+                    if not any(num_tokens):
                         raise _RetryableFailure(mail.error, pair.prefill_holder)
                 elif isinstance(mail, _Deadline):
                     raise DeadlineExceededError(f"the request did not finish within {self._settings.request_timeout_s:g} s")
@@ -281,6 +300,8 @@ class Dispatcher:
             attempt=attempt,
             token_ids=request.prompt.token_ids,
             sampling=request.sampling,
+            num_sequences=request.num_sequences,
+            beam_search=request.beam_search,
             cache_salt=request.prompt.cache_salt,
             deadline_s=left_s,
             priority=request.priority,
@@ -325,9 +346,3 @@ def _as_error(failure: RequestFailed) -> PagewireError:
     if retry_after_s is None and error_class is OverloadedError:
         retry_after_s = 1.0
     return error_class(failure.message, retry_after_s=retry_after_s)
-
-
-def sibling(request: EngineRequest, index: int, request_id: str) -> EngineRequest:
-    """The same prompt for choice `index`: its own id and its own stream of random numbers."""
-    sampling = request.sampling.model_copy(update={"sequence_index": index})
-    return dataclasses.replace(request, request_id=request_id, sampling=sampling)

@@ -1,4 +1,4 @@
-"""From a parsed body to a planned answer: names and limits checked, template applied, tokens made, one engine request a choice."""
+"""From a parsed body to a planned answer: names and limits checked, template applied, tokens made, one engine request a prompt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from opentelemetry.trace import Tracer
 
 from services.router.answer_format import AnswerFormat, AnswerHead, ChatFormat, CompletionFormat, Usage
 from services.router.choice import ChoiceAssembler, TextOptions
-from services.router.dispatcher import Dispatcher, EngineRequest, Prompt, sibling
+from services.router.dispatcher import Dispatcher, EngineRequest, Prompt
 from services.router.in_flight import InFlightLimit
 from services.router.metrics import RouterMetrics
 from services.router.observation import Receipt, RequestObservation
@@ -26,7 +26,7 @@ from services.router.openai_types import (
     TokenizeRequest,
 )
 from services.router.served_model import ServedModel, resolve_max_tokens
-from services.router.streaming import AnswerOptions, GenerationResponse, PlannedChoice
+from services.router.streaming import AnswerOptions, GenerationResponse, PlannedPrompt
 from services.router.workers import WorkerDirectory
 from shared.config import Settings
 from shared.errors import InvalidRequestError, PagewireError
@@ -76,12 +76,12 @@ class Frontend:
         with _failing(observation):
             self._check(body)
             prompts = body.prompts()
-            self._in_flight.check(len(prompts) * body.num_choices)
+            self._in_flight.check(len(prompts) * body.num_sequences)
             with self._tokenizing(observation) as sizes:
                 tokenized = [await self._tokenize_prompt(body, prompt) for prompt in prompts]
                 sizes.extend(len(prompt.token_ids) for prompt in tokenized)
-            choices = self._plan(body, tokenized, head, observation, DEFAULT_COMPLETION_MAX_TOKENS, continues_text=True)
-        return self._response(body, choices, answer_format, observation)
+            planned = self._plan(body, tokenized, head, observation, DEFAULT_COMPLETION_MAX_TOKENS, continues_text=True)
+        return self._response(body, planned, answer_format, observation)
 
     async def chat(self, body: ChatCompletionRequest, receipt: Receipt) -> GenerationResponse:
         """As `complete`, for a conversation; by default the answer may fill the context."""
@@ -90,14 +90,14 @@ class Frontend:
         observation = self._observe(OPERATION_CHAT, head, body, receipt)
         with _failing(observation):
             self._check(body)
-            self._in_flight.check(body.num_choices)
+            self._in_flight.check(body.num_sequences)
             with self._tokenizing(observation) as sizes:
                 token_ids = await self._tokenize_chat(
                     body.messages, body.add_generation_prompt is not False, body.add_special_tokens is not False
                 )
                 sizes.append(len(token_ids))
-            choices = self._plan(body, [_TokenizedPrompt(token_ids)], head, observation, None, continues_text=False)
-        return self._response(body, choices, answer_format, observation)
+            planned = self._plan(body, [_TokenizedPrompt(token_ids)], head, observation, None, continues_text=False)
+        return self._response(body, planned, answer_format, observation)
 
     async def tokenize(self, body: TokenizeRequest) -> list[int]:
         """Token ids of a text or of a conversation, exactly as a completion or chat request would make them."""
@@ -150,16 +150,19 @@ class Frontend:
         observation: RequestObservation,
         default_max_tokens: int | None,
         continues_text: bool,
-    ) -> list[PlannedChoice]:
-        """Choices in the order of the API: all of the first prompt, then all of the second."""
+    ) -> list[PlannedPrompt]:
         deadline_s = asyncio.get_running_loop().time() + self._settings.request_timeout_s
-        choices: list[PlannedChoice] = []
+        planned: list[PlannedPrompt] = []
+        # The answers of a beam search are ranked at decode; of those drawn the best are chosen here, by their log-probabilities.
+        num_answers = body.num_choices if body.use_beam_search else body.num_sequences
         for prompt_index, prompt in enumerate(prompts):
             num_tokens = len(prompt.token_ids)
             if num_tokens == 0:
                 raise InvalidRequestError("the prompt has no tokens", param="prompt")
             max_tokens = resolve_max_tokens(body.requested_max_tokens, default_max_tokens, num_tokens, self.max_model_len)
             sampling = body.sampling(max_tokens, self._model.vocab_size)
+            if num_answers > body.num_choices and sampling.num_logprobs is None:
+                sampling = sampling.model_copy(update={"num_logprobs": 0})
             options = TextOptions(
                 stops=body.stop or (),
                 include_stop=bool(body.include_stop_str_in_output),
@@ -167,32 +170,36 @@ class Frontend:
                 continues_text=continues_text,
                 min_tokens=sampling.min_tokens,
             )
-            first = EngineRequest(
-                request_id=head.answer_id,
+            request = EngineRequest(
+                request_id=f"{head.answer_id}-{prompt_index}",
                 prompt=Prompt(tuple(prompt.token_ids), body.cache_salt or None),
                 sampling=sampling,
                 priority=body.priority or 0,
                 traceparent=observation.traceparent,
                 deadline_s=deadline_s,
+                num_sequences=num_answers,
+                beam_search=body.beam_search,
             )
-            # A prompt without a full block leaves nothing to reuse, so its choices need not wait for each other.
-            leaves_blocks = num_tokens > self._settings.block_size
-            for choice_index in range(body.num_choices):
-                request = sibling(first, choice_index, f"{head.answer_id}-{len(choices)}")
-                assembler = ChoiceAssembler(self._model.tokenizer, options)
-                is_leader = choice_index == 0
-                choices.append(PlannedChoice(request, assembler, prompt_index, is_leader, leaves_blocks and not is_leader, prompt.echo))
-        return choices
+            assemblers = [ChoiceAssembler(self._model.tokenizer, options) for _ in range(num_answers)]
+            planned.append(PlannedPrompt(request, assemblers, prompt.echo))
+        return planned
 
     def _response(
-        self, body: GenerationRequest, choices: list[PlannedChoice], answer_format: AnswerFormat, observation: RequestObservation
+        self, body: GenerationRequest, planned: list[PlannedPrompt], answer_format: AnswerFormat, observation: RequestObservation
     ) -> GenerationResponse:
-        options = AnswerOptions(bool(body.stream), body.include_usage, body.continuous_usage, bool(body.return_token_ids))
+        options = AnswerOptions(
+            num_choices=body.num_choices,
+            stream=bool(body.stream),
+            include_usage=body.include_usage,
+            continuous_usage=body.continuous_usage,
+            return_token_ids=bool(body.return_token_ids),
+            return_logprobs=body.num_logprobs is not None,
+        )
         headers = {}
         ignored = ",".join(name for name in body.ignored_fields() if _FIELD_NAME.fullmatch(name))
         if ignored:
             headers[IGNORED_FIELDS_HEADER] = ignored[:_MAX_HEADER_CHARACTERS]
-        return GenerationResponse(self._dispatcher.generate, choices, answer_format, options, observation, self._in_flight, headers)
+        return GenerationResponse(self._dispatcher.generate, planned, answer_format, options, observation, self._in_flight, headers)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from shared.errors import InvalidRequestError
-from shared.sampling_params import SamplingParams
+from shared.sampling_params import BeamSearchParams, SamplingParams
 
 MAX_CHOICES = 16
 MAX_STOPS = 16
@@ -24,9 +24,6 @@ _INT64 = 2**63
 # Fields that would change the answer, with the values (besides null) that ask for nothing.
 NOT_OFFERED: Mapping[str, tuple[object, ...]] = {
     "suffix": ("",),
-    "use_beam_search": (False,),
-    "length_penalty": (1, 1.0),
-    "early_stopping": (False,),
     "prompt_logprobs": (),
     "truncate_prompt_tokens": (),
     "bad_words": ([],),
@@ -150,7 +147,10 @@ class GenerationRequest(BaseModel):
     top_k: int | None = Field(None, ge=-1, lt=_INT64)
     min_p: float | None = Field(None, ge=0, le=1)
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    best_of: int | None = None
+    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    use_beam_search: bool | None = None
+    length_penalty: float | None = Field(None, ge=-10, le=10)
+    early_stopping: bool | None = None
     seed: int | None = Field(None, ge=-_INT64, lt=_INT64)
     stop: StopField = None
     stop_token_ids: list[int] | None = Field(None, max_length=1024)
@@ -175,6 +175,18 @@ class GenerationRequest(BaseModel):
     @property
     def num_choices(self) -> int:
         return self.n or 1
+
+    @property
+    def num_sequences(self) -> int:
+        """How many sequences of one prompt are worked on at a time: those drawn, or the width of the beam search."""
+        return max(self.num_choices, self.best_of or 1)
+
+    @property
+    def beam_search(self) -> BeamSearchParams | None:
+        if not self.use_beam_search:
+            return None
+        length_penalty, early_stopping = _or(self.length_penalty, 1.0), bool(self.early_stopping)
+        return BeamSearchParams(width=self.num_sequences, length_penalty=length_penalty, early_stopping=early_stopping)
 
     @property
     def include_usage(self) -> bool:
@@ -202,11 +214,23 @@ class GenerationRequest(BaseModel):
         for name, value in (self.model_extra or {}).items():
             if name in NOT_OFFERED and value is not None and not any(_same(value, default) for default in NOT_OFFERED[name]):
                 raise InvalidRequestError(f"{name} is not supported by this server; leave it out", param=name)
-        if self.best_of is not None and self.best_of != self.num_choices:
-            message = f"best_of {self.best_of} is not supported: it must equal n ({self.num_choices}) or be left out"
-            raise InvalidRequestError(message, param="best_of")
+        self._check_sequences()
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options is only allowed when stream is true", param="stream_options")
+
+    def _check_sequences(self) -> None:
+        if self.best_of is not None and self.best_of < self.num_choices:
+            raise InvalidRequestError(f"best_of ({self.best_of}) must not be less than n ({self.num_choices})", param="best_of")
+        if self.use_beam_search:
+            if self.stream:
+                raise InvalidRequestError("a beam search knows its answers only at its end and cannot be streamed", param="stream")
+        elif self.stream and self.num_sequences > self.num_choices:
+            message = "which of best_of sequences are the best shows only at their end: with stream, best_of must equal n"
+            raise InvalidRequestError(message, param="best_of")
+        elif _or(self.length_penalty, 1.0) != 1.0:
+            raise InvalidRequestError("length_penalty needs use_beam_search to be true", param="length_penalty")
+        elif self.early_stopping:
+            raise InvalidRequestError("early_stopping needs use_beam_search to be true", param="early_stopping")
 
     def check_token_ids(self, vocab_size: int) -> None:
         """Raises InvalidRequestError for a token id outside the vocabulary, before any worker indexes with it."""
@@ -220,7 +244,7 @@ class GenerationRequest(BaseModel):
                     raise InvalidRequestError(f"{name}: token id {token_id} is outside the vocabulary (0 to {vocab_size - 1})", param=name)
 
     def sampling(self, max_tokens: int, vocab_size: int) -> SamplingParams:
-        """The frozen parameters for choice 0; `max_tokens` as resolved against the context length."""
+        """The frozen parameters; `max_tokens` as resolved against the context length."""
         min_tokens = self.min_tokens or 0
         if min_tokens > max_tokens:
             raise InvalidRequestError(f"min_tokens ({min_tokens}) must not be greater than max_tokens ({max_tokens})", param="min_tokens")

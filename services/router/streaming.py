@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from services.router import best_of
 from services.router.answer_format import AnswerFormat, Json, Usage
 from services.router.choice import ChoiceAssembler, TokenPiece
 from services.router.dispatcher import EngineRequest
@@ -31,38 +33,38 @@ _SSE_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-contr
 _DONE = b"data: [DONE]\n\n"
 _MERGE_QUEUE_LENGTH = 64
 
-Generate = Callable[[EngineRequest], AsyncGenerator[RequestOutput, None]]
+Generate = Callable[[EngineRequest, Callable[[int], bool]], AsyncGenerator[RequestOutput, None]]
 
 
 @dataclass(frozen=True)
-class PlannedChoice:
-    """One choice to be generated. Those of one prompt share `prompt_index`; `prefix` is the echoed prompt."""
+class PlannedPrompt:
+    """One prompt, and an assembler for each of its sequences; `prefix` is the echoed prompt."""
 
     engine_request: EngineRequest
-    assembler: ChoiceAssembler
-    prompt_index: int
-    is_leader: bool
-    """The first choice of its prompt."""
-    waits_for_leader: bool = False
-    """Start only with the leader's first token, and reuse the KV it left, instead of computing the same prompt beside it."""
+    assemblers: Sequence[ChoiceAssembler]
     prefix: str = ""
 
 
 @dataclass(frozen=True)
 class AnswerOptions:
+    num_choices: int = 1
+    """Of each prompt: the best of its sequences where there are more (never with `stream`)."""
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
     return_token_ids: bool = False
+    return_logprobs: bool = False
+    """False: logprobs that came only to choose by are left out."""
 
 
 class GenerationResponse(Response):
-    """Runs the choices when the framework calls it, and ends the observation whatever happens."""
+    """Runs the prompts when the framework calls it, and ends the observation whatever happens. Sequences are numbered through: all of
+    the first prompt, then all of the second; without best_of that is the index of the choice."""
 
     def __init__(
         self,
         generate: Generate,
-        choices: list[PlannedChoice],
+        prompts: list[PlannedPrompt],
         answer_format: AnswerFormat,
         options: AnswerOptions,
         observation: RequestObservation,
@@ -74,13 +76,14 @@ class GenerationResponse(Response):
         self.body = b""
         self.init_headers(extra_headers)
         self._generate = generate
-        self._choices = choices
+        self._prompts = prompts
+        self._assemblers = [assembler for prompt in prompts for assembler in prompt.assemblers]
+        self._prompt_of = [prompt for prompt in prompts for _ in prompt.assemblers]
         self._format = answer_format
         self._options = options
         self._observation = observation
         self._in_flight = in_flight
         self._extra_headers = extra_headers
-        self._leader_has_token = {choice.prompt_index: asyncio.Event() for choice in choices}
         self._cached_tokens: dict[int, int] = {}
         self._finish_reasons: dict[int, str] = {}
         self._has_started = False
@@ -112,7 +115,7 @@ class GenerationResponse(Response):
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with self._in_flight.hold(len(self._choices)):
+            with self._in_flight.hold(sum(prompt.engine_request.max_num_sequences for prompt in self._prompts)):
                 if self._options.stream:
                     await self._stream(send)
                 else:
@@ -126,13 +129,13 @@ class GenerationResponse(Response):
             self._observation.fail(failure, self._usage())
             await self._send_error(failure, scope, receive, send)
         else:
-            self._observation.succeed(self._usage(), [self._finish_reasons[index] for index in range(len(self._choices))])
+            self._observation.succeed(self._usage(), [self._finish_reasons[index] for index in range(len(self._assemblers))])
 
     async def _stream(self, send: Send) -> None:
-        is_first = [True] * len(self._choices)
+        is_first = [True] * len(self._assemblers)
         async with aclosing(self._pieces()) as pieces:
             async for index, piece in pieces:
-                chunk = self._format.chunk(index, piece, is_first[index], self._choices[index].prefix)
+                chunk = self._format.chunk(index, piece, is_first[index], self._prompt_of[index].prefix)
                 if self._options.return_token_ids:
                     self._add_token_ids(chunk["choices"][0], index, [piece], with_prompt=is_first[index])
                 is_first[index] = False
@@ -145,81 +148,94 @@ class GenerationResponse(Response):
         await send({"type": "http.response.body", "body": _DONE, "more_body": False})
 
     async def _send_whole(self, send: Send) -> None:
-        collected: list[list[TokenPiece]] = [[] for _ in self._choices]
+        collected: list[list[TokenPiece]] = [[] for _ in self._assemblers]
         async with aclosing(self._pieces()) as pieces:
             async for index, piece in pieces:
                 collected[index].append(piece)
                 self._observation.token(index)
-        answer = self._format.whole(collected, [choice.prefix for choice in self._choices], self._usage())
+        chosen = self._choose(collected)
+        if not self._options.return_logprobs:
+            collected = [[dataclasses.replace(piece, logprobs=None) for piece in pieces_of_one] for pieces_of_one in collected]
+        prefixes = [self._prompt_of[index].prefix for index in chosen]
+        answer = self._format.whole([collected[index] for index in chosen], prefixes, self._usage())
         if self._options.return_token_ids:
-            for index, pieces_of_choice in enumerate(collected):
-                self._add_token_ids(answer["choices"][index], index, pieces_of_choice, with_prompt=True)
+            for choice, index in zip(answer["choices"], chosen, strict=True):
+                self._add_token_ids(choice, index, collected[index], with_prompt=True)
         body = orjson.dumps(answer)
         await self._send_start(send, {"content-type": "application/json", "content-length": str(len(body))})
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
+    def _choose(self, collected: list[list[TokenPiece]]) -> list[int]:
+        """The sequences that become the choices, in order."""
+        chosen: list[int] = []
+        first = 0
+        for prompt in self._prompts:
+            count = len(prompt.assemblers)
+            of_prompt: Sequence[int] = range(count)
+            if count > self._options.num_choices:
+                of_prompt = best_of.best(collected[first : first + count], self._options.num_choices)
+            chosen += [first + index for index in of_prompt]
+            first += count
+        return chosen
+
     def _add_token_ids(self, choice: Json, index: int, pieces: list[TokenPiece], with_prompt: bool) -> None:
         choice["token_ids"] = [piece.token_id for piece in pieces]
         if with_prompt:
-            choice["prompt_token_ids"] = self._choices[index].engine_request.prompt.token_ids
+            choice["prompt_token_ids"] = self._prompt_of[index].engine_request.prompt.token_ids
 
     async def _pieces(self) -> AsyncGenerator[tuple[int, TokenPiece], None]:
-        """The pieces of all choices as they come, each with the index of its choice."""
-        if len(self._choices) == 1:
+        """The pieces of all sequences as they come, each with the number of its sequence."""
+        if len(self._prompts) == 1:
             async with aclosing(self._run(0)) as pieces:
-                async for piece in pieces:
-                    yield 0, piece
+                async for index, piece in pieces:
+                    yield index, piece
             return
-        merged: asyncio.Queue[tuple[int, TokenPiece | BaseException | None]] = asyncio.Queue(_MERGE_QUEUE_LENGTH)
-        tasks = [asyncio.create_task(self._forward(index, merged)) for index in range(len(self._choices))]
+        merged: asyncio.Queue[tuple[int, TokenPiece] | BaseException | None] = asyncio.Queue(_MERGE_QUEUE_LENGTH)
+        tasks = [asyncio.create_task(self._forward(number, merged)) for number in range(len(self._prompts))]
         try:
             num_running = len(tasks)
             while num_running:
-                index, item = await merged.get()
+                item = await merged.get()
                 if item is None:
                     num_running -= 1
                 elif isinstance(item, BaseException):
                     raise item
                 else:
-                    yield index, item
+                    yield item
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _forward(self, index: int, merged: asyncio.Queue[tuple[int, TokenPiece | BaseException | None]]) -> None:
-        choice = self._choices[index]
+    async def _forward(self, prompt_number: int, merged: asyncio.Queue[tuple[int, TokenPiece] | BaseException | None]) -> None:
         try:
-            if choice.waits_for_leader:
-                await self._leader_has_token[choice.prompt_index].wait()
-            async with aclosing(self._run(index)) as pieces:
-                async for piece in pieces:
-                    await merged.put((index, piece))
-            await merged.put((index, None))
+            async with aclosing(self._run(prompt_number)) as pieces:
+                async for numbered_piece in pieces:
+                    await merged.put(numbered_piece)
+            await merged.put(None)
         except Exception as error:
-            await merged.put((index, error))
+            await merged.put(error)
 
-    async def _run(self, index: int) -> AsyncGenerator[TokenPiece, None]:
-        """One choice, until decode or a stop string ends it; then decode is told to stop by the closing of the generator."""
-        choice = self._choices[index]
-        async with aclosing(self._generate(choice.engine_request)) as outputs:
+    async def _run(self, prompt_number: int) -> AsyncGenerator[tuple[int, TokenPiece], None]:
+        """All sequences of one prompt, each until decode or a stop string ends it."""
+        prompt = self._prompts[prompt_number]
+        first = sum(len(before.assemblers) for before in self._prompts[:prompt_number])
+        async with aclosing(self._generate(prompt.engine_request, lambda index: first + index in self._finish_reasons)) as outputs:
             async for output in outputs:
-                if choice.is_leader and output.index == 0:
-                    self._cached_tokens[choice.prompt_index] = output.num_cached_tokens
-                    self._leader_has_token[choice.prompt_index].set()
-                piece = choice.assembler.push(output)
+                self._cached_tokens.setdefault(prompt_number, output.num_cached_tokens)
+                index = first + output.sequence_index
+                piece = self._assemblers[index].push(output)
                 if piece.finish_reason is not None:
                     self._finish_reasons[index] = piece.finish_reason
-                yield piece
-                if piece.finish_reason is not None:
-                    return
-        raise WorkerFailedError("the answer ended without a reason")
+                yield index, piece
+        if any(first + index not in self._finish_reasons for index in range(len(prompt.assemblers))):
+            raise WorkerFailedError("the answer ended without a reason")
 
     def _usage(self) -> Usage:
-        """As of now. The prompt of n choices counts once; what was reused is what the first choice of each prompt reused."""
-        prompts = {choice.prompt_index: len(choice.engine_request.prompt.token_ids) for choice in self._choices}
-        num_completion_tokens = sum(choice.assembler.num_tokens for choice in self._choices)
-        return Usage(sum(prompts.values()), num_completion_tokens, sum(self._cached_tokens.values()))
+        """As of now. A prompt counts once, and so does what was reused of it; tokens count of all sequences, chosen or not."""
+        num_prompt_tokens = sum(len(prompt.engine_request.prompt.token_ids) for prompt in self._prompts)
+        num_completion_tokens = sum(assembler.num_tokens for assembler in self._assemblers)
+        return Usage(num_prompt_tokens, num_completion_tokens, sum(self._cached_tokens.values()))
 
     async def _send_start(self, send: Send, headers: dict[str, str]) -> None:
         self._has_started = True

@@ -1,4 +1,4 @@
-"""Which blocks each request holds: prefix hits, reservation, growth, publication of full blocks, and giving back.
+"""Which blocks each request holds: prefix hits, reservation, growth, forks, publication of full blocks, and giving back.
 
 The engine thread and the control thread (which reserves blocks for incoming transfers) both call in; one lock serves them.
 """
@@ -6,6 +6,7 @@ The engine thread and the control thread (which reserves blocks for incoming tra
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from shared.block_hash import BlockHash
@@ -26,12 +27,22 @@ class Reservation:
 
 
 class KVCacheManager:
-    def __init__(self, pool: BlockPool, block_size: int, root: BlockHash, enable_prefix_caching: bool = True) -> None:
+    """`copy_block(source, target)` copies the KV of one block over another's before it returns."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        root: BlockHash,
+        enable_prefix_caching: bool = True,
+        copy_block: Callable[[int, int], None] = lambda _source, _target: None,
+    ) -> None:
         self.pool = pool
         self.block_size = block_size
         self.root = root
         self.lock = threading.RLock()
         self._enable_prefix_caching = enable_prefix_caching
+        self._copy_block = copy_block
         self._blocks: dict[str, list[KVCacheBlock]] = {}
         self._num_published: dict[str, int] = {}
         self.num_queried_tokens = 0
@@ -72,16 +83,31 @@ class KVCacheManager:
                 self.num_hit_tokens += request.num_computed_tokens
             return Reservation([block.block_id for block in hits + fresh], len(hits))
 
+    def fork(self, request_id: str, child_id: str) -> None:
+        """Give `child_id`, which holds nothing, every block that `request_id` holds, by reference. Costs no block: the partly filled
+        tail is copied in `grow`, by whoever writes to it while another still holds it, so the last one keeps the original."""
+        with self.lock:
+            assert child_id not in self._blocks, "request holds blocks already"
+            blocks = self._blocks[request_id]
+            self.pool.touch(blocks)
+            self._blocks[child_id] = list(blocks)
+            self._num_published[child_id] = self._num_published[request_id]
+
     def grow(self, request: Request) -> bool:
-        """Make room for all tokens known of a request that holds blocks; False, and no change, when the pool is out of blocks."""
+        """Make room for all tokens known of a request that holds blocks, and make the block it will write to its own; False, and no
+        change, when the pool is out of blocks."""
         with self.lock:
             blocks = self._blocks[request.request_id]
-            missing = cdiv(request.num_tokens, self.block_size) - len(blocks)
-            if missing <= 0:
-                return True
-            fresh = self.pool.allocate(missing)
+            missing = max(0, cdiv(request.num_tokens, self.block_size) - len(blocks))
+            first_written = request.num_computed_tokens // self.block_size
+            shared = [index for index in range(first_written, len(blocks)) if blocks[index].ref_cnt > 1]
+            fresh = self.pool.allocate(missing + len(shared))
             if fresh is None:
                 return False
+            for index in shared:
+                original, blocks[index] = blocks[index], fresh.pop()
+                self._copy_block(original.block_id, blocks[index].block_id)
+                self.pool.free([original])
             blocks.extend(fresh)
             return True
 

@@ -79,7 +79,7 @@ class EngineCore:
         self.cache = KVCache(self.config, num_blocks, settings.block_size, self.dtype)
         self.root = root_hash(source.fingerprint, self.dtype_name, settings.block_size)
         pool = BlockPool(num_blocks, lambda h: on_cached([h]), lambda h: on_evicted([h]))
-        self.manager = KVCacheManager(pool, settings.block_size, self.root, settings.enable_prefix_caching)
+        self.manager = KVCacheManager(pool, settings.block_size, self.root, settings.enable_prefix_caching, self.cache.copy_block)
         self.scheduler = Scheduler(
             self.manager,
             SchedulerLimits(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from kernels.cache_ops import copy_blocks
 from shared.model_files.model_config import ModelConfig
 
 
@@ -25,6 +26,10 @@ class KVCache:
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Key and value cache of one layer, each a view [num_blocks, num_kv_heads, block_size, head_dim]."""
         return self.tensor[:, index, 0], self.tensor[:, index, 1]
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy block `source`, all layers of it, over block `target`."""
+        copy_blocks(self.tensor, torch.tensor([[source, target]], device=self.tensor.device))
 
     def block_view(self, block_id: int) -> memoryview:
         """The bytes of one block, writable, without a copy: [num_layers][K|V][kv_head][token][head_dim]."""

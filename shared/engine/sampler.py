@@ -33,6 +33,8 @@ class SamplingRow:
     num_prompt_tokens: int
     stop_ids: frozenset[int]
     """Ids that would end the request; suppressed until min_tokens are out."""
+    sequence_index: int = 0
+    """Which sequence of its request this is: the second key of the random generator."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -50,7 +52,7 @@ class SamplingRow:
     def kernel_parameters(self) -> list[int]:
         params = self.params
         filters = (params.temperature, params.top_k, params.top_p, params.min_p)
-        return row_parameters(*filters, self.seed, params.sequence_index, self.num_output_tokens)
+        return row_parameters(*filters, self.seed, self.sequence_index, self.num_output_tokens)
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledTok
         tokens = sampling.greedy_tokens(adjusted)
     else:
         tokens = sampling.sample_tokens(adjusted, _tensor([row.kernel_parameters() for row in rows], torch.int64, logits.device))
-    logprobs = _logprobs(logits, rows, tokens)
+    logprobs = raw_logprobs(logits, rows, tokens)
     return [SampledToken(token_id, logprobs.get(index)) for index, token_id in enumerate(tokens.tolist())]
 
 
@@ -125,7 +127,7 @@ def _penalise(logits: torch.Tensor, rows: Sequence[SamplingRow], penalised: list
     sampling.apply_penalties(logits, history, slots.to(device), penalties.to(device))
 
 
-def _logprobs(logits: torch.Tensor, rows: Sequence[SamplingRow], tokens: torch.Tensor) -> dict[int, TokenLogprobs]:
+def raw_logprobs(logits: torch.Tensor, rows: Sequence[SamplingRow], tokens: torch.Tensor) -> dict[int, TokenLogprobs]:
     """By row, for the rows that ask: raw log-softmax in fp32, before bias, penalties and temperature."""
     asked = {index: row.params.num_logprobs for index, row in enumerate(rows) if row.params.num_logprobs is not None}
     if not asked:

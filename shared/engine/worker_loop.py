@@ -83,7 +83,7 @@ class WorkerLoop(ABC):
         """rpc thread: a valid request of this role."""
 
     @abstractmethod
-    def abort(self, request_id: str, reason: str) -> None:
+    def abort(self, message: AbortRequest) -> None:
         """rpc thread: forget the request and give its blocks back; unknown ids are ignored."""
 
     @abstractmethod
@@ -203,7 +203,7 @@ class WorkerLoop(ABC):
     # ---- router messages ----------------------------------------------------------------------------------------------
     def _on_message(self, router: bytes, message: RouterMessage) -> None:
         if isinstance(message, AbortRequest):
-            self.abort(message.request_id, message.reason)
+            self.abort(message)
             return
         problem = self._refusal(message)
         if problem is not None:

@@ -28,7 +28,8 @@ from services.router.served_model import ServedModel
 from shared.block_hash import hash_full_blocks, root_hash
 from shared.config import load_settings
 from shared.membership import blocks_key, worker_key
-from shared.messages import DecodeRequest, PrefillRequest, RequestFailed
+from shared.messages import AbortRequest, DecodeRequest, PrefillRequest, RequestFailed
+from shared.sampling_params import BeamSearchParams
 from shared.telemetry import setup_tracing
 
 CNT = " 6, 7, 8, 9, 10, 11, 12,"
@@ -217,19 +218,67 @@ def test_choices_each_end_once_and_count_the_prompt_once(stack: Stack) -> None:
     assert sorted(ends) == [0, 1, 2]
     assert chunks[-1]["usage"]["prompt_tokens"] == 14
     assert chunks[-1]["usage"]["completion_tokens"] == 24
-    requests = decode_of(stack).of_kind(DecodeRequest)[-3:]
-    assert sorted(request.sampling.sequence_index for request in requests) == [0, 1, 2]
-    assert len({request.request_id for request in requests}) == 3
 
 
-def test_later_choices_of_a_long_prompt_start_after_the_first_token(stack: Stack) -> None:
-    decode_of(stack).script = Script(first_delay_s=0.2)
-    before = len(decode_of(stack).of_kind(DecodeRequest))
-    with ThreadPoolExecutor() as pool:
-        answer = pool.submit(stack.complete, prompt=CNT_IDS * 4, n=3, max_tokens=2)
-        time.sleep(0.1)
-        assert len(decode_of(stack).of_kind(DecodeRequest)) - before == 1
-        assert [choice["index"] for choice in answer.result().json()["choices"]] == [0, 1, 2]
+def test_several_choices_are_one_request_to_each_worker(stack: Stack) -> None:
+    before = [len(worker.of_kind(kind)) for worker, kind in zip(stack.workers, (PrefillRequest, DecodeRequest), strict=True)]
+    answer = stack.complete(prompt=CNT_IDS * 4, n=3, max_tokens=2)
+    assert [choice["index"] for choice in answer.json()["choices"]] == [0, 1, 2]
+    after = [len(worker.of_kind(kind)) for worker, kind in zip(stack.workers, (PrefillRequest, DecodeRequest), strict=True)]
+    assert [new - old for new, old in zip(after, before, strict=True)] == [1, 1]
+    assert decode_of(stack).of_kind(DecodeRequest)[-1].num_sequences == 3
+
+
+def test_a_stop_string_ends_one_choice_and_decode_is_told_which(stack: Stack) -> None:
+    decode_of(stack).script = Script(variants=[Script.token_ids, LLAMA * 8, Script.token_ids], delay_s=0.005)
+    for stream in (False, True):
+        response = stack.complete(n=3, stop=["\U0001f999"], max_tokens=20, stream=stream)
+        chunks = events(response.text) if stream else [response.json()]
+        texts = ["", "", ""]
+        for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+            texts[choice["index"]] += choice["text"]
+        assert texts[1] == "" and texts[0] == texts[2] == CNT[: len(texts[0])] and len(texts[0]) > 10
+        request_id = decode_of(stack).of_kind(DecodeRequest)[-1].request_id
+        aborts = [message for message in decode_of(stack).of_kind(AbortRequest) if message.request_id == request_id]
+        assert [message.sequence_index for message in aborts] == [1]
+
+
+def test_a_stop_string_in_every_choice_ends_the_request(stack: Stack) -> None:
+    decode_of(stack).script = Script(delay_s=0.005)
+    assert [choice["text"] for choice in stack.complete(n=2, stop=["6"], max_tokens=20).json()["choices"]] == [" ", " "]
+    request_id = decode_of(stack).of_kind(DecodeRequest)[-1].request_id
+    eventually(lambda: request_id in decode_of(stack).aborted() and decode_of(stack).num_active == 0)
+
+
+def test_best_of_returns_the_most_likely_sequences_and_counts_all(stack: Stack) -> None:
+    likely, unlikely = [33, 28, 33, 28], [34, 28, 34, 28]
+    decode_of(stack).script = Script(variants=[unlikely, likely, unlikely, likely[:2]], logprob_of={34: -3.0})
+    body = stack.complete(n=2, best_of=4, max_tokens=4, return_token_ids=True).json()
+    assert [choice["index"] for choice in body["choices"]] == [0, 1]
+    # Equal means: the earlier sequence first. The last one ended by EOS.
+    assert [choice["token_ids"] for choice in body["choices"]] == [likely, [33, 28, 2]]
+    assert [choice["logprobs"] for choice in body["choices"]] == [None, None]
+    assert body["usage"]["completion_tokens"] == 15
+    request = decode_of(stack).of_kind(DecodeRequest)[-1]
+    assert (request.num_sequences, request.beam_search) == (4, None)
+    assert stack.complete(best_of=2, max_tokens=4, logprobs=0).json()["choices"][0]["logprobs"]["token_logprobs"] == [-0.5] * 4
+    check_error(stack.complete(n=2, best_of=1), 400, "best_of")
+    check_error(stack.complete(n=1, best_of=2, stream=True), 400, "best_of")
+    assert len(events(stack.complete(n=2, best_of=2, stream=True, max_tokens=2).text)) == 4
+
+
+def test_a_beam_search_asks_decode_for_its_width(stack: Stack) -> None:
+    body = stack.complete(n=2, best_of=3, use_beam_search=True, length_penalty=0.5, early_stopping=True, max_tokens=2).json()
+    assert len(body["choices"]) == 2
+    request = decode_of(stack).of_kind(DecodeRequest)[-1]
+    assert request.num_sequences == 2
+    assert request.beam_search == BeamSearchParams(width=3, length_penalty=0.5, early_stopping=True)
+    stack.complete(n=4, use_beam_search=True, max_tokens=1)
+    assert decode_of(stack).of_kind(DecodeRequest)[-1].beam_search == BeamSearchParams(width=4)
+    check_error(stack.complete(use_beam_search=True, stream=True), 400, "stream")
+    check_error(stack.complete(use_beam_search=True, length_penalty=11), 400, "length_penalty")
+    check_error(stack.complete(length_penalty=2), 400, "length_penalty")
+    check_error(stack.complete(early_stopping=True), 400, "early_stopping")
 
 
 def test_several_prompts_are_answered_in_order(stack: Stack) -> None:
@@ -306,8 +355,9 @@ def test_bad_prompts_are_refused(stack: Stack, prompt: object) -> None:
         ("repetition_penalty", 0), ("stop", [1]), ("stop", [""]), ("stop", ["x"] * 17), ("logit_bias", {"49152": 5}),
         ("logit_bias", {"191222": -100}), ("logit_bias", {"-1": 5}), ("logit_bias", {"abc": 1}), ("logit_bias", {"5": 101}),
         ("logit_bias", {"5": "x"}), ("logit_bias", {str(i): 1 for i in range(2000)}), ("logit_bias", []), ("allowed_token_ids", [-1]),
-        ("allowed_token_ids", []), ("stop_token_ids", [49152]), ("min_tokens", 25), ("suffix", "x"), ("best_of", 3),
-        ("use_beam_search", True), ("prompt_logprobs", 0), ("response_format", {"type": "json_object"}), ("tools", [{}]),
+        ("allowed_token_ids", []), ("stop_token_ids", [49152]), ("min_tokens", 25), ("suffix", "x"), ("best_of", 0), ("best_of", 17),
+        ("use_beam_search", 1), ("length_penalty", "x"), ("early_stopping", "never"),
+        ("prompt_logprobs", 0), ("response_format", {"type": "json_object"}), ("tools", [{}]),
         ("tool_choice", "auto"), ("bad_words", ["a"]),
         ("guided_json", {}), ("stream", "yes"), ("cache_salt", "x" * 1025), ("truncate_prompt_tokens", 5), ("user", 5),
     ],

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import zmq
 
@@ -33,6 +33,7 @@ EOS = 2
 class _Job:
     identity: bytes
     request: DecodeRequest
+    sequence_index: int
     due_s: float
     index: int = 0
 
@@ -50,6 +51,10 @@ class Script:
     """Say nothing more after this many tokens."""
     failure: Callable[[DecodeRequest | PrefillRequest], RequestFailed | None] = lambda request: None
     num_cached_tokens: int = 0
+    variants: Sequence[Sequence[int]] = ()
+    """Tokens of each sequence of a request; without them all say `token_ids`."""
+    logprob_of: Mapping[int, float] = field(default_factory=dict)
+    """Log-probabilities other than -0.5."""
 
 
 class StubWorker:
@@ -61,7 +66,7 @@ class StubWorker:
         self.incarnation = new_incarnation()
         self.received: list[RouterMessage] = []
         self.stats = WorkerStats(num_running=1, counters={"chunks_sent": 7})
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[tuple[str, int], _Job] = {}  # one for each sequence
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
@@ -105,7 +110,7 @@ class StubWorker:
         return [message for message in self.received if isinstance(message, kind)]
 
     def aborted(self) -> set[str]:
-        return {message.request_id for message in self.received if isinstance(message, AbortRequest)}
+        return {message.request_id for message in self.received if isinstance(message, AbortRequest) and message.sequence_index is None}
 
     @property
     def num_active(self) -> int:
@@ -125,7 +130,8 @@ class StubWorker:
     def _take(self, identity: bytes, message: RouterMessage) -> None:
         self.received.append(message)
         if isinstance(message, AbortRequest):
-            self._jobs.pop(message.request_id, None)
+            for key in [key for key in self._jobs if key[0] == message.request_id and message.sequence_index in (None, key[1])]:
+                del self._jobs[key]
         elif isinstance(message, PrefillRequest):
             failure = self.script.failure(message)
             if failure is not None:
@@ -135,21 +141,23 @@ class StubWorker:
             if failure is not None:
                 self._send(identity, failure)
             else:
-                self._jobs[message.request_id] = _Job(identity, message, time.monotonic() + self.script.first_delay_s)
+                for index in range(message.num_sequences):
+                    self._jobs[message.request_id, index] = _Job(identity, message, index, time.monotonic() + self.script.first_delay_s)
 
     def _emit(self) -> None:
         now_s = time.monotonic()
-        for request_id, job in list(self._jobs.items()):
+        for key, job in list(self._jobs.items()):
             if job.due_s > now_s or (self.script.stop_after is not None and job.index >= self.script.stop_after):
                 continue
             job.due_s = now_s + self.script.delay_s
             output = self._next(job)
             self._send(job.identity, output)
             if output.finish_reason:
-                del self._jobs[request_id]
+                del self._jobs[key]
 
     def _next(self, job: _Job) -> RequestOutput:
-        sampling, tokens, index = job.request.sampling, self.script.token_ids, job.index
+        sampling, index = job.request.sampling, job.index
+        tokens = self.script.variants[job.sequence_index] if self.script.variants else self.script.token_ids
         token_id = tokens[index % len(tokens)] if self.script.repeats or index < len(tokens) else EOS
         reason = "length" if index + 1 == sampling.max_tokens else None
         stop_token_id = None
@@ -161,12 +169,16 @@ class StubWorker:
         if sampling.num_logprobs is not None:
             top = [token_id, *(other for other in range(100, 120) if other != token_id)][: sampling.num_logprobs]
             logprobs = TokenLogprobs(
-                logprob=-0.5, rank=1, top_token_ids=tuple(top), top_logprobs=tuple(-0.5 - rank for rank in range(len(top)))
+                logprob=self.script.logprob_of.get(token_id, -0.5),
+                rank=1,
+                top_token_ids=tuple(top),
+                top_logprobs=tuple(-0.5 - rank for rank in range(len(top))),
             )
         job.index += 1
         return RequestOutput(
-            request_id=job.request.request_id, token_id=token_id, index=index, logprobs=logprobs, finish_reason=reason,
-            stop_token_id=stop_token_id, num_cached_tokens=self.script.num_cached_tokens,
+            request_id=job.request.request_id, sequence_index=job.sequence_index, token_id=token_id, index=index,
+            logprobs=logprobs, finish_reason=reason, stop_token_id=stop_token_id,
+            num_cached_tokens=self.script.num_cached_tokens,
         )  # fmt: skip
 
     def _send(self, identity: bytes, message: Message) -> None:

@@ -1,6 +1,10 @@
-"""KVCacheManager: hits, reservation, growth, publication, giving back."""
+"""KVCacheManager: hits, reservation, growth, forks, publication, giving back."""
 
 from __future__ import annotations
+
+import random
+
+import pytest
 
 from shared.block_hash import root_hash
 from shared.cache.block_pool import BlockPool
@@ -157,3 +161,108 @@ def test_resumed_request_reports_its_hits_once() -> None:
     a.num_computed_tokens = 0
     kv.reserve(a)
     assert (a.num_cached_tokens, a.num_computed_tokens) == (0, 8)
+
+
+def fork(kv: KVCacheManager, parent: Request, name: str, index: int) -> Request:
+    child = parent.fork(name, index)
+    kv.fork(parent.request_id, name)
+    child.num_computed_tokens = parent.num_computed_tokens
+    return child
+
+
+def test_a_fork_costs_nothing_and_the_last_holder_of_the_tail_keeps_it() -> None:
+    copies: list[tuple[int, int]] = []
+    kv = KVCacheManager(BlockPool(16), BLOCK_SIZE, ROOT, copy_block=lambda source, target: copies.append((source, target)))
+    a = request("a", list(range(10)))
+    kv.reserve(a)
+    compute_all(kv, a)
+    forks = [a, fork(kv, a, "b", 1), fork(kv, a, "c", 2)]
+    assert kv.num_used() == 3
+    original = kv.block_ids("a")[2]
+    for r in forks:
+        r.token_ids.append(50 + r.sequence_index)
+        assert kv.grow(r)
+        kv.check_invariants()
+    tails = [kv.block_ids(r.request_id)[2] for r in forks]
+    assert copies == [(original, tails[0]), (original, tails[1])] and tails[2] == original
+    assert len({tuple(kv.block_ids(r.request_id)[:2]) for r in forks}) == 1
+    assert kv.num_used() == 5
+    for r in forks:
+        kv.free(r.request_id)
+    assert kv.num_used() == 0
+
+
+def test_a_fork_at_a_block_boundary_copies_nothing() -> None:
+    copies: list[tuple[int, int]] = []
+    kv = KVCacheManager(BlockPool(16), BLOCK_SIZE, ROOT, copy_block=lambda source, target: copies.append((source, target)))
+    a = request("a", list(range(8)))
+    kv.reserve(a)
+    compute_all(kv, a)
+    b = fork(kv, a, "b", 1)
+    for r in (a, b):
+        r.token_ids.append(9)
+        assert kv.grow(r)
+    assert not copies and kv.num_used() == 4
+
+
+def test_a_tail_that_cannot_be_copied_stays_shared() -> None:
+    kv = manager(num_blocks=2)
+    a = request("a", list(range(6)))
+    kv.reserve(a)
+    compute_all(kv, a)
+    b = fork(kv, a, "b", 1)
+    b.token_ids.append(9)
+    assert not kv.grow(b)
+    assert kv.block_ids("a") == kv.block_ids("b")
+    kv.free("a")
+    assert kv.grow(b)
+    kv.check_invariants()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_forks_that_write_grow_and_end_in_any_order_never_see_each_others_tokens(seed: int) -> None:
+    """A model of the cache's memory: what a request reads through its block table is its own history, always."""
+    rng = random.Random(seed)
+    memory: dict[int, list[int]] = {block_id: [-1] * BLOCK_SIZE for block_id in range(24)}
+
+    def copy_block(source: int, target: int) -> None:
+        memory[target] = list(memory[source])
+
+    kv = KVCacheManager(BlockPool(24), BLOCK_SIZE, ROOT, copy_block=copy_block)
+    live: dict[str, Request] = {}
+
+    def compute(r: Request) -> None:
+        table = kv.block_ids(r.request_id)
+        for position in range(r.num_computed_tokens, r.num_tokens):
+            memory[table[position // BLOCK_SIZE]][position % BLOCK_SIZE] = r.token_ids[position]
+        compute_all(kv, r)
+
+    num_forks = 0
+    for number in range(1500):
+        action = rng.random()
+        if action < 0.15:
+            r = request(f"r{number}", [rng.randrange(3) for _ in range(rng.randint(1, 12))])
+            if kv.reserve(r) is not None:
+                live[r.request_id] = r
+                compute(r)
+        elif action < 0.35 and live and len(live) < 12:
+            parent = rng.choice(list(live.values()))
+            live[f"f{number}"] = fork(kv, parent, f"f{number}", number)
+            num_forks += 1
+        elif action < 0.85 and live:
+            r = rng.choice(list(live.values()))
+            r.token_ids.append(rng.randrange(3))
+            if kv.grow(r):
+                compute(r)
+            else:
+                r.token_ids.pop()
+        elif live:
+            kv.free(live.pop(rng.choice(list(live))).request_id)
+        kv.check_invariants()
+        for r in live.values():
+            table = kv.block_ids(r.request_id)
+            assert [memory[table[i // BLOCK_SIZE]][i % BLOCK_SIZE] for i in range(r.num_tokens)] == r.token_ids
+    assert num_forks > 50
+    for name in live:
+        kv.free(name)
+    assert kv.num_used() == 0

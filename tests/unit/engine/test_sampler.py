@@ -20,10 +20,15 @@ def logits_of(seed: int = 0) -> torch.Tensor:
 
 
 def row(
-    output: list[int] | None = None, prompt: list[int] | None = None, seed: int = 1, stops: tuple[int, ...] = (), **params: Any
+    output: list[int] | None = None,
+    prompt: list[int] | None = None,
+    seed: int = 1,
+    stops: tuple[int, ...] = (),
+    sequence_index: int = 0,
+    **params: Any,
 ) -> SamplingRow:
     prompt, output = prompt or [], output or []
-    return SamplingRow(SamplingParams(**params), seed, prompt + output, len(prompt), frozenset(stops))
+    return SamplingRow(SamplingParams(**params), seed, prompt + output, len(prompt), frozenset(stops), sequence_index)
 
 
 def draw(logits: torch.Tensor, **kwargs: Any) -> int:

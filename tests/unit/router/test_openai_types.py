@@ -37,7 +37,7 @@ def test_every_field_reaches_the_sampler() -> None:
     ).sampling(16, VOCAB_SIZE)  # fmt: skip
     assert sampling.model_dump() == {
         "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "presence_penalty": 1.0, "frequency_penalty": -1.0,
-        "repetition_penalty": 1.3, "logit_bias": {5: -100.0}, "allowed_token_ids": (5, 6), "seed": 0, "sequence_index": 0,
+        "repetition_penalty": 1.3, "logit_bias": {5: -100.0}, "allowed_token_ids": (5, 6), "seed": 0,
         "max_tokens": 16, "min_tokens": 2, "stop_token_ids": (9,), "ignore_eos": True, "num_logprobs": 0,
     }  # fmt: skip
 
