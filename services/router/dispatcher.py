@@ -173,12 +173,13 @@ class Dispatcher:
             await asyncio.sleep(_WAIT_STEP_S)
 
     def _no_workers(self) -> UnavailableError:
-        missing = [role for role in ("prefill", "decode") if not self._directory.usable(role)]
+        missing = [role for role in self._directory.required_roles if not self._directory.usable(role)]
         what = " and no ".join(missing) if missing else "suitable"
         return UnavailableError(f"no {what} worker is ready; try again shortly", retry_after_s=1.0)
 
     async def _choose(self, request: EngineRequest, avoid: set[Holder], last_error: PagewireError | None) -> _Pair | None:
-        prefill, decode = self._directory.usable("prefill"), self._directory.usable("decode")
+        is_aggregated = self._settings.aggregated
+        prefill, decode = [] if is_aggregated else self._directory.usable("prefill"), self._directory.usable("decode")
         dtype = self._directory.dtype
         if not decode or dtype is None:
             return None
@@ -187,7 +188,7 @@ class Dispatcher:
             block_size = self._settings.block_size
             prompt = request.prompt
             root = root_hash(self._model_fingerprint, dtype, block_size)
-            facts = RequestFacts(len(prompt.token_ids), block_size, self._settings.local_prefill_max_tokens)
+            facts = RequestFacts(len(prompt.token_ids), block_size, self._settings.local_prefill_max_tokens, is_aggregated)
             hashes = prompt.hashes(root, block_size)[: facts.max_usable_blocks]
             overlap = await self._index.match([worker.holder for worker in (*prefill, *decode)], hashes)
             # Those that failed this request are a second choice, except a full one: there it would only wait in the wrong place.

@@ -42,6 +42,8 @@ class RequestFacts:
     num_prompt_tokens: int
     block_size: int
     local_prefill_max_tokens: int
+    is_aggregated: bool = False
+    """Decode workers compute every prompt themselves."""
 
     @property
     def max_usable_blocks(self) -> int:
@@ -51,7 +53,7 @@ class RequestFacts:
 
 @dataclass(frozen=True)
 class Route:
-    """`prefill` None: the decode worker computes the short uncached tail itself (`is_local`)."""
+    """`prefill` None: the decode worker computes the prompt, or the short uncached tail of it, itself (`is_local`)."""
 
     prefill: Candidate | None
     decode: Candidate
@@ -74,7 +76,7 @@ def select(facts: RequestFacts, prefill: Sequence[Candidate], decode: Sequence[C
         usable = min(candidate.overlap_blocks, facts.max_usable_blocks)
         tail = facts.num_prompt_tokens - usable * facts.block_size
         wait_ms = decode_wait_ms(facts, candidate)
-        if usable >= 1 and tail <= facts.local_prefill_max_tokens:
+        if facts.is_aggregated or (usable >= 1 and tail <= facts.local_prefill_max_tokens):
             cost_ms = wait_ms + _compute_ms(candidate, candidate.num_waiting_tokens + tail, tokens_per_s)
             route = Route(None, candidate, 0, usable, cost_ms)
         elif best_prefill is not None and remote_ms is not None:

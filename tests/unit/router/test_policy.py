@@ -117,3 +117,9 @@ def test_popular_prefix_spreads_over_the_workers() -> None:
         counts[index] += 1
     assert max(counts[:]) <= 0.45 * 200
     assert sorted(waits_ms)[190] < 4 * service_ms
+
+
+def test_aggregated_decode_computes_every_prompt() -> None:
+    route = select(replace(FACTS, is_aggregated=True), [], [*DECODE, Candidate("e", 1, overlap_blocks=10, tokens_per_s=1000)])
+    assert route is not None and route.is_local
+    assert (route.decode.worker_id, route.decode_overlap_blocks) == ("e", 10)
