@@ -34,6 +34,10 @@ class Request:
     cache_salt: str | None = None
     priority: int = 0
     transfer_id: str | None = None
+    num_prompt_logprobs: int | None = None
+    """Set where the prompt's log-probabilities are to be computed here."""
+    num_scored_tokens: int = 0
+    """Prompt positions, from the first on, whose row of logits has been used for that."""
     traceparent: str = ""
     num_prompt_tokens: int = 0
     num_computed_tokens: int = 0
@@ -61,6 +65,14 @@ class Request:
     @property
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def num_cacheable_tokens(self) -> int:
+        """Tokens whose KV may be taken from the cache; of the others a hidden state is needed, so they are computed."""
+        num_tokens = len(self.token_ids) - 1
+        if self.num_prompt_logprobs is not None and self.num_scored_tokens < self.num_prompt_tokens - 1:
+            return min(num_tokens, self.num_scored_tokens)
+        return num_tokens
 
     @property
     def order(self) -> tuple[int, float]:

@@ -77,6 +77,7 @@ class DecodeWorker(WorkerLoop):
             cache_salt=message.cache_salt,
             priority=message.priority,
             transfer_id=message.transfer_id,
+            num_prompt_logprobs=message.sampling.num_prompt_logprobs if message.transfer_id is None else None,
         )
         request.update_block_hashes(self.engine.root, self.settings.block_size)
         span = telemetry.start_span(self.tracer, telemetry.SPAN_DECODE, message.traceparent)
@@ -199,6 +200,7 @@ class DecodeWorker(WorkerLoop):
         job.is_recomputed = True
         request.num_computed_tokens = 0
         request.num_cached_tokens = None
+        request.num_prompt_logprobs = job.params.num_prompt_logprobs  # prefill may have sent some of them; all come again
         self.engine.scheduler.add(request)
 
     def before_schedule(self) -> None:
@@ -225,6 +227,8 @@ class DecodeWorker(WorkerLoop):
             if num_prompt_tokens > 0:
                 self._jobs[row.request.request_id].num_local_prompt_tokens += num_prompt_tokens
                 self._counters["local_prompt_tokens"] += num_prompt_tokens
+        for part in result.prompt_logprobs:
+            self.rpc.send(self._jobs[part.request_id].router, part)
         completed = [self._jobs[request.request_id] for request in result.completed()]
         for job in completed:
             job.started_ns = job.started_ns or result.end_ns
@@ -233,6 +237,13 @@ class DecodeWorker(WorkerLoop):
 
     def _generate(self, jobs: list[DecodeJob], hidden: torch.Tensor) -> None:
         """hidden: [len(jobs), hidden_size], the last hidden state of each; samples and sends one token each."""
+        for job in jobs:
+            if job.params.max_tokens == 0:
+                self._end_without_token(job)
+        wanted = [index for index, job in enumerate(jobs) if job.params.max_tokens > 0]
+        if not wanted:
+            return
+        jobs, hidden = [jobs[index] for index in wanted], hidden[wanted]
         logits = self.engine.runner.compute_logits(hidden)
         rows = [SamplingRow(job.params, job.seed, job.request.token_ids, job.request.num_prompt_tokens, job.stop_ids) for job in jobs]
         try:
@@ -272,6 +283,19 @@ class DecodeWorker(WorkerLoop):
         ))  # fmt: skip
         if finish_reason is not None:
             self._end(request.request_id, None)
+
+    def _end_without_token(self, job: DecodeJob) -> None:
+        self._note_first_token(job)
+        request = job.request
+        self.rpc.send(job.router, RequestOutput(
+            request_id=request.request_id,
+            token_id=None,
+            index=0,
+            finish_reason="length",
+            num_cached_tokens=request.num_cached_tokens or 0,
+            num_preemptions=request.num_preemptions,
+        ))  # fmt: skip
+        self._end(request.request_id, None)
 
     def _finish_reason(self, job: DecodeJob, token_id: int) -> tuple[FinishReason | None, int | None]:
         request, params = job.request, job.params

@@ -15,6 +15,7 @@ from opentelemetry.trace import Tracer
 
 from services.router.metrics import RouterMetrics
 from services.router.policy import Candidate, RequestFacts, Route, select
+from services.router.prompt_logprobs import PromptLogprobsAssembler
 from services.router.worker_client import WorkerGone
 from services.router.workers import Worker, WorkerDirectory
 from shared.block_hash import BlockHash, encode_extra_keys, hash_full_blocks, root_hash
@@ -35,6 +36,7 @@ from shared.messages import (
     DecodeRequest,
     KVPeer,
     PrefillRequest,
+    PromptLogprobs,
     RequestFailed,
     RequestOutput,
     WorkerMessage,
@@ -78,6 +80,8 @@ class EngineRequest:
     priority: int
     traceparent: str
     deadline_s: float
+    prompt_logprobs: PromptLogprobsAssembler | None = None
+    """Where they are gathered if `sampling.num_prompt_logprobs` asks for them; complete before the first output."""
 
 
 class _Deadline:
@@ -89,7 +93,11 @@ class _PrefillRefused:
     error: PagewireError
 
 
-Mail = WorkerMessage | WorkerGone | _PrefillRefused | _Deadline
+class _PrefillEnded:
+    """The prefill worker will say nothing more about this request, for better or worse."""
+
+
+Mail = WorkerMessage | WorkerGone | _PrefillRefused | _PrefillEnded | _Deadline
 
 
 class _RetryableFailure(Exception):
@@ -188,7 +196,13 @@ class Dispatcher:
             block_size = self._settings.block_size
             prompt = request.prompt
             root = root_hash(self._model_fingerprint, dtype, block_size)
-            facts = RequestFacts(len(prompt.token_ids), block_size, self._settings.local_prefill_max_tokens, is_aggregated)
+            facts = RequestFacts(
+                len(prompt.token_ids),
+                block_size,
+                self._settings.local_prefill_max_tokens,
+                is_aggregated,
+                is_scored=request.sampling.num_prompt_logprobs is not None,
+            )
             hashes = prompt.hashes(root, block_size)[: facts.max_usable_blocks]
             overlap = await self._index.match([worker.holder for worker in (*prefill, *decode)], hashes)
             # Those that failed this request are a second choice, except a full one: there it would only wait in the wrong place.
@@ -227,12 +241,19 @@ class Dispatcher:
         self._count_load(request, request_id, pair)
         next_index = 0
         is_finished = False
+        held: list[RequestOutput] = []  # until the prompt's log-probabilities are complete
+        has_prefill_ended = prefill is None
         try:
             self._send(request, request_id, attempt, pair)
-            while not is_finished:
+            while held or not is_finished:
                 mail = await mailbox.get()
-                if isinstance(mail, RequestOutput):
-                    if mail.index != next_index or mailbox.qsize() > request.sampling.max_tokens + 2:
+                if isinstance(mail, PromptLogprobs):
+                    if request.prompt_logprobs is not None:
+                        request.prompt_logprobs.add(mail)
+                elif isinstance(mail, _PrefillEnded):
+                    has_prefill_ended = True
+                elif isinstance(mail, RequestOutput):
+                    if mail.index != next_index or mailbox.qsize() > _max_mails(request):
                         message = f"decode worker sent token {mail.index} where {next_index} was due"
                         raise _RetryableFailure(WorkerFailedError(message), decode.holder)
                     if next_index == 0 and prefill is not None:
@@ -241,7 +262,7 @@ class Dispatcher:
                     is_finished = mail.finish_reason is not None
                     if is_finished:
                         self._metrics.preemptions.inc(mail.num_preemptions)
-                    yield mail
+                    held.append(mail)
                 elif isinstance(mail, RequestFailed):
                     error = _as_error(mail)
                     if mail.retryable:
@@ -254,6 +275,14 @@ class Dispatcher:
                         raise _RetryableFailure(mail.error, pair.prefill_holder)
                 elif isinstance(mail, _Deadline):
                     raise DeadlineExceededError(f"the request did not finish within {self._settings.request_timeout_s:g} s")
+                if request.prompt_logprobs is None or request.prompt_logprobs.is_complete:
+                    for output in held:
+                        yield output
+                    held.clear()
+                elif held and has_prefill_ended:
+                    raise _RetryableFailure(
+                        WorkerFailedError("the prompt's log-probabilities were lost with a worker"), pair.prefill_holder
+                    )
         finally:
             timer.cancel()
             for worker in (decode, prefill):
@@ -300,6 +329,7 @@ class Dispatcher:
             cache_salt=request.prompt.cache_salt,
             decode=KVPeer(worker_id=record.worker_id, ctrl_endpoint=record.kv_ctrl_endpoint or "", incarnation=record.incarnation),
             deadline_s=left_s,
+            num_prompt_logprobs=request.sampling.num_prompt_logprobs,
             priority=request.priority,
             traceparent=request.traceparent,
         )
@@ -309,9 +339,20 @@ class Dispatcher:
     def _note_prefill(self, worker: Worker, request_id: str, mail: WorkerMessage | WorkerGone, mailbox: asyncio.Queue[Mail]) -> None:
         """News from prefill. Decode learns of a failed transfer by itself, and what decode says counts; but of a request that prefill
         did not take in at all, decode would hear nothing."""
+        if isinstance(mail, PromptLogprobs):
+            mailbox.put_nowait(mail)
+            return
         worker.release(request_id)
         if isinstance(mail, RequestFailed) and mail.error_type in ("overloaded", "unavailable", "invalid_request"):
             mailbox.put_nowait(_PrefillRefused(_as_error(mail)))
+        else:
+            mailbox.put_nowait(_PrefillEnded())
+
+
+def _max_mails(request: EngineRequest) -> int:
+    """More than this in the mailbox is not what was asked for. Parts of the prompt's log-probabilities may come twice."""
+    num_parts = 0 if request.prompt_logprobs is None else 2 * len(request.prompt.token_ids)
+    return request.sampling.max_tokens + num_parts + 3
 
 
 def _candidates(workers: Sequence[Worker], overlap: dict[Holder, int], avoid: set[Holder], is_strict: bool) -> list[Candidate]:
@@ -330,5 +371,8 @@ def _as_error(failure: RequestFailed) -> PagewireError:
 
 def sibling(request: EngineRequest, index: int, request_id: str) -> EngineRequest:
     """The same prompt for choice `index`: its own id and its own stream of random numbers."""
-    sampling = request.sampling.model_copy(update={"sequence_index": index})
-    return dataclasses.replace(request, request_id=request_id, sampling=sampling)
+    if index == 0:
+        return dataclasses.replace(request, request_id=request_id)
+    # The log-probabilities of the prompt are the first choice's business.
+    sampling = request.sampling.model_copy(update={"sequence_index": index, "num_prompt_logprobs": None})
+    return dataclasses.replace(request, request_id=request_id, sampling=sampling, prompt_logprobs=None)

@@ -23,6 +23,7 @@ from services.router.dispatcher import EngineRequest
 from services.router.error_object import error_event, error_response
 from services.router.in_flight import InFlightLimit
 from services.router.observation import RequestObservation
+from services.router.prompt_logprobs import PromptReport
 from shared.errors import PagewireError, UnavailableError, WorkerFailedError
 from shared.messages import RequestOutput
 
@@ -46,6 +47,7 @@ class PlannedChoice:
     waits_for_leader: bool = False
     """Start only with the leader's first token, and reuse the KV it left, instead of computing the same prompt beside it."""
     prefix: str = ""
+    prompt_report: PromptReport | None = None
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,8 @@ class GenerationResponse(Response):
                 chunk = self._format.chunk(index, piece, is_first[index], self._choices[index].prefix)
                 if self._options.return_token_ids:
                     self._add_token_ids(chunk["choices"][0], index, [piece], with_prompt=is_first[index])
+                if is_first[index]:
+                    self._add_prompt(chunk, 0, index)
                 is_first[index] = False
                 if self._options.continuous_usage:
                     chunk["usage"] = self._usage().as_json()
@@ -154,12 +158,20 @@ class GenerationResponse(Response):
         if self._options.return_token_ids:
             for index, pieces_of_choice in enumerate(collected):
                 self._add_token_ids(answer["choices"][index], index, pieces_of_choice, with_prompt=True)
+        for index in range(len(self._choices)):
+            self._add_prompt(answer, index, index)
         body = orjson.dumps(answer)
         await self._send_start(send, {"content-type": "application/json", "content-length": str(len(body))})
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
+    def _add_prompt(self, answer: Json, place: int, index: int) -> None:
+        """What choice `index`, which stands at `place` in `answer`, says about its prompt."""
+        report = self._choices[index].prompt_report
+        if report is not None:
+            self._format.add_prompt(answer, place, report)
+
     def _add_token_ids(self, choice: Json, index: int, pieces: list[TokenPiece], with_prompt: bool) -> None:
-        choice["token_ids"] = [piece.token_id for piece in pieces]
+        choice["token_ids"] = [piece.token_id for piece in pieces if piece.token_id is not None]
         if with_prompt:
             choice["prompt_token_ids"] = self._choices[index].engine_request.prompt.token_ids
 

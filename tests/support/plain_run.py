@@ -20,6 +20,13 @@ def _model() -> tuple[dict[str, torch.Tensor], Any]:
     return load_weights(source, torch.float32, "cpu"), source.config
 
 
+def plain_logprobs(token_ids: list[int]) -> torch.Tensor:
+    """[len(token_ids), vocab_size]: row i is about the token after token i."""
+    weights, config = _model()
+    with torch.inference_mode():
+        return forward(weights, config, token_ids).log_softmax(-1)
+
+
 def assert_equals_plain_run(choice: dict[str, Any], tokenizer_top: bool = True) -> None:
     """`choice`: one greedy answer with return_token_ids, logprobs and return_tokens_as_token_ids.
 
@@ -27,10 +34,7 @@ def assert_equals_plain_run(choice: dict[str, Any], tokenizer_top: bool = True) 
     log-probabilities of all tokens the answer lists must agree.
     """
     prompt, answer = choice["prompt_token_ids"], choice["token_ids"]
-    weights, config = _model()
-    with torch.inference_mode():
-        logits = forward(weights, config, [*prompt, *answer[:-1]])[len(prompt) - 1 :]
-    logprobs = logits.log_softmax(-1)
+    logprobs = plain_logprobs([*prompt, *answer[:-1]])[len(prompt) - 1 :]
     assert logprobs.argmax(-1).tolist() == answer, f"prompt of {len(prompt)} tokens: another answer"
     for position, top in enumerate(choice["logprobs"]["top_logprobs"]):
         for name, value in top.items():
