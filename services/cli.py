@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shared.errors import PagewireError
+from shared.errors import ConfigurationError, PagewireError
 
 app = typer.Typer(
     name="pagewire",
@@ -29,10 +29,11 @@ Url = Annotated[str, typer.Option(help="Where the router listens.", envvar="PAGE
 @app.command()
 def up(
     model: Model = None,
-    prefill: Annotated[int, typer.Option(min=1, help="Number of prefill workers.")] = 1,
+    prefill: Annotated[int | None, typer.Option(min=1, help="Number of prefill workers. Default: 1.")] = None,
     decode: Annotated[int, typer.Option(min=1, help="Number of decode workers.")] = 1,
     host: Annotated[str | None, typer.Option(help="Address the router listens on. Default: 127.0.0.1.")] = None,
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port the router listens on. Default: 8000.")] = None,
+    aggregated: Annotated[bool, typer.Option("--aggregated", help="No prefill workers: decode workers compute prompts too.")] = False,
     redis: RedisUrl = None,
     as_json: Json = False,
 ) -> None:
@@ -42,9 +43,12 @@ def up(
 
     import os  # isort: skip
 
-    settings = load_settings("router", model=model, host=host, port=port)
+    settings = load_settings("router", model=model, host=host, port=port, aggregated=aggregated or None)
+    if settings.aggregated and prefill is not None:
+        raise ConfigurationError("--prefill and --aggregated exclude each other: an aggregated system has no prefill workers")
+    num_prefill = 0 if settings.aggregated else prefill or 1
     redis_url = redis or os.environ.get("REDIS_URL") or os.environ.get("PAGEWIRE_REDIS_URL") or None
-    raise typer.Exit(Stack(StackPlan(settings, prefill, decode, redis_url, as_json)).run())
+    raise typer.Exit(Stack(StackPlan(settings, num_prefill, decode, redis_url, as_json)).run())
 
 
 @app.command()

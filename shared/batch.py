@@ -24,6 +24,14 @@ class ScheduledRequest:
         """All tokens known are computed after this step: the last one's hidden state predicts the next token."""
         return self.end == self.request.num_tokens
 
+    @property
+    def scored_positions(self) -> range:
+        """Positions of this chunk whose hidden state is wanted for the log-probability of the prompt token that follows."""
+        request = self.request
+        if request.num_prompt_logprobs is None:
+            return range(0)
+        return range(max(self.start, request.num_scored_tokens), min(self.end, request.num_prompt_tokens - 1))
+
 
 @dataclass(frozen=True)
 class SchedulerOutput:

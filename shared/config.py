@@ -52,13 +52,16 @@ class Settings(BaseModel):
     max_step_ms: float = Field(200.0, gt=0, description="time bound on one step; caps chunks by the measured speed")
     max_num_waiting: int = Field(1024, ge=1, description="worker: requests that may wait; more are refused")
 
+    # Routing
+    aggregated: bool = Field(False, description="router: no prefill workers; decode workers compute every prompt themselves")
+    local_prefill_max_tokens: int = Field(16, ge=0, description="an uncached tail this short behind a cached prefix stays on decode")
+
     # KV transfer
     kv_lanes: int = Field(2, ge=1, le=4, description="data sockets between one prefill and one decode worker")
     kv_max_chunk_bytes: int = Field(4 << 20, ge=4096)
     kv_credits: int = Field(16, ge=1, description="chunks in flight per transfer")
     kv_progress_timeout_s: float = Field(3.0, gt=0, description="a transfer without a chunk or RENEW for this long has failed")
     kv_failure_policy: Literal["recompute", "fail"] = Field("recompute", description="decode: what to do when a transfer fails")
-    local_prefill_max_tokens: int = Field(16, ge=0, description="an uncached tail this short behind a cached prefix stays on decode")
 
     # Lifecycle
     lease_s: float = Field(1.5, gt=0.1, description="a worker that has not renewed for this long is gone")

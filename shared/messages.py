@@ -43,6 +43,8 @@ class PrefillRequest(Message):
     decode: KVPeer
     deadline_s: float
     """Seconds left for the whole request when this message was sent."""
+    num_prompt_logprobs: int | None = None
+    """As in SamplingParams; the answers go to the router as PromptLogprobs."""
     priority: int = 0
     traceparent: str = ""
 
@@ -86,6 +88,17 @@ class TokenLogprobs(BaseModel):
     top_logprobs: tuple[float, ...]
 
 
+class PromptLogprobs(Message):
+    """The worker that computes a prompt -> router: what it found at some positions of it. Parts come in any order, and again when the
+    prompt is computed again; those of the worker that decodes come before its first token."""
+
+    kind: Literal["prompt_logprobs"] = "prompt_logprobs"
+    request_id: str
+    first_position: int = Field(ge=1)
+    """Position of the first entry's token in the prompt; the rest are consecutive. Token 0 has nothing before it, so no entry."""
+    entries: tuple[TokenLogprobs, ...]
+
+
 class RequestOutput(Message):
     """Decode -> router: one generated token, or the end of its sequence (`finish_reason` set; the final token is included)."""
 
@@ -93,7 +106,8 @@ class RequestOutput(Message):
     request_id: str
     sequence_index: int = 0
     """Below the request's num_sequences."""
-    token_id: int
+    token_id: int | None
+    """None only where no token was asked for (max_tokens 0): then this is the sequence's only output."""
     index: int
     """0 for the first generated token of the sequence; consecutive."""
     logprobs: TokenLogprobs | None = None
@@ -136,7 +150,7 @@ class Ping(Message):
 
 
 RouterMessage = PrefillRequest | DecodeRequest | AbortRequest
-WorkerMessage = RequestOutput | WorkerTiming | RequestFailed | Ping
+WorkerMessage = RequestOutput | PromptLogprobs | WorkerTiming | RequestFailed | Ping
 
 _router_messages: TypeAdapter[RouterMessage] = TypeAdapter(Annotated[RouterMessage, Field(discriminator="kind")])
 _worker_messages: TypeAdapter[WorkerMessage] = TypeAdapter(Annotated[WorkerMessage, Field(discriminator="kind")])

@@ -37,6 +37,10 @@ class Request:
     sequence_index: int = 0
     """Which sequence of its client's request this is, where one prompt has several answers."""
     transfer_id: str | None = None
+    num_prompt_logprobs: int | None = None
+    """Set where the prompt's log-probabilities are to be computed here."""
+    num_scored_tokens: int = 0
+    """Prompt positions, from the first on, whose row of logits has been used for that."""
     traceparent: str = ""
     num_prompt_tokens: int = 0
     num_computed_tokens: int = 0
@@ -66,12 +70,21 @@ class Request:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
+    def num_cacheable_tokens(self) -> int:
+        """Tokens whose KV may be taken from the cache; of the others a hidden state is needed, so they are computed."""
+        num_tokens = len(self.token_ids) - 1
+        if self.num_prompt_logprobs is not None and self.num_scored_tokens < self.num_prompt_tokens - 1:
+            return min(num_tokens, self.num_scored_tokens)
+        return num_tokens
+
+    @property
     def order(self) -> tuple[int, float, int]:
         """Who goes first: lower priority value, then earlier arrival, then the earlier sequence."""
         return (self.priority, self.arrival_s, self.sequence_index)
 
     def fork(self, request_id: str, sequence_index: int) -> Request:
-        """Another sequence with the same tokens so far and nothing computed: it goes on by itself. What was reused is not counted twice."""
+        """Another sequence with the same tokens so far and nothing computed: it goes on by itself. What was reused is not counted twice,
+        and the prompt's log-probabilities are the first sequence's business."""
         child = dataclasses.replace(
             self,
             request_id=request_id,
@@ -79,6 +92,7 @@ class Request:
             token_ids=list(self.token_ids),
             block_hashes=list(self.block_hashes),
             transfer_id=None,
+            num_prompt_logprobs=None,
             num_computed_tokens=0,
             num_cached_tokens=self.num_cached_tokens or 0,
             num_preemptions=0,

@@ -23,12 +23,16 @@ class SamplingParams(BaseModel):
     logit_bias: dict[int, float] = Field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] | None = None
     seed: int | None = None
-    max_tokens: int = Field(16, ge=1)
+    max_tokens: int = Field(16, ge=0)
+    """0: the prompt is computed, for its log-probabilities, and nothing is generated."""
     min_tokens: int = Field(0, ge=0)
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     num_logprobs: int | None = Field(None, ge=0)
     """None: no logprobs. N: the sampled token's raw log-probability, its rank, and the N most likely tokens."""
+
+    num_prompt_logprobs: int | None = Field(None, ge=0)
+    """None: none. N: of every prompt token but the first, the same as `num_logprobs` gives of a generated one."""
 
     @property
     def is_greedy(self) -> bool:

@@ -109,6 +109,7 @@ class Scheduler:
         if num_prompt_rows > output.num_decode_rows:
             self.step_time.record(output.num_tokens, step_s)
         for row in output.scheduled:
+            row.request.num_scored_tokens = max(row.request.num_scored_tokens, row.scored_positions.stop)
             row.request.num_computed_tokens = row.end
             self.manager.publish_full_blocks(row.request)
 

@@ -83,6 +83,7 @@ class DecodeWorker(WorkerLoop):
             cache_salt=message.cache_salt,
             priority=message.priority,
             transfer_id=message.transfer_id,
+            num_prompt_logprobs=message.sampling.num_prompt_logprobs if message.transfer_id is None else None,
         )
         request.update_block_hashes(self.engine.root, self.settings.block_size)
         span = telemetry.start_span(self.tracer, telemetry.SPAN_DECODE, message.traceparent)
@@ -222,6 +223,7 @@ class DecodeWorker(WorkerLoop):
         job.is_recomputed = True
         request.num_computed_tokens = 0
         request.num_cached_tokens = None
+        request.num_prompt_logprobs = job.params.num_prompt_logprobs  # prefill may have sent some of them; all come again
         self.engine.scheduler.add(request)
 
     def before_schedule(self) -> None:
@@ -250,6 +252,8 @@ class DecodeWorker(WorkerLoop):
             if num_prompt_tokens > 0:
                 self._sequences[row.request.request_id].job.num_local_prompt_tokens += num_prompt_tokens
                 self._counters["local_prompt_tokens"] += num_prompt_tokens
+        for part in result.prompt_logprobs:
+            self.rpc.send(self._sequences[part.request_id].job.router, part)
         completed = [self._sequences[request.request_id] for request in result.completed()]
         for sequence in completed:
             sequence.job.started_ns = sequence.job.started_ns or result.end_ns
@@ -259,6 +263,13 @@ class DecodeWorker(WorkerLoop):
     def _generate(self, sequences: list[DecodeSequence], hidden: torch.Tensor) -> None:
         """hidden: [len(sequences), hidden_size], the last hidden state of each; samples and sends one token each, and at the first
         token of a request one for each of its sequences. A beam search takes its row and goes on when all its beams have theirs."""
+        for sequence in sequences:
+            if sequence.job.params.max_tokens == 0:
+                self._end_without_token(sequence.job)
+        wanted = [index for index, sequence in enumerate(sequences) if sequence.job.params.max_tokens > 0]
+        if not wanted:
+            return
+        sequences, hidden = [sequences[index] for index in wanted], hidden[wanted]
         logits = self.engine.runner.compute_logits(hidden)
         drawn: list[DecodeSequence] = []
         rows: list[int] = []
@@ -323,6 +334,22 @@ class DecodeWorker(WorkerLoop):
             self._note_first_token(job)
         job.num_sent_tokens += 1
         self.rpc.send(job.router, output)
+
+    def _end_without_token(self, job: DecodeJob) -> None:
+        """Nothing was asked for but the prompt: one output for each of its answers, and the end."""
+        self._note_first_token(job)
+        request = job.request
+        for sequence_index in range(job.num_sequences):
+            self.rpc.send(job.router, RequestOutput(
+                request_id=request.request_id,
+                sequence_index=sequence_index,
+                token_id=None,
+                index=0,
+                finish_reason="length",
+                num_cached_tokens=request.num_cached_tokens or 0,
+                num_preemptions=request.num_preemptions if sequence_index == 0 else 0,
+            ))  # fmt: skip
+        self._end(request.request_id, None)
 
     def _finish_reason(self, sequence: DecodeSequence, token_id: int) -> tuple[FinishReason | None, int | None]:
         request, params = sequence.request, sequence.job.params

@@ -34,6 +34,7 @@ STOP_TIMEOUT_S = 3.0
 class StackPlan:
     settings: Settings
     num_prefill: int
+    """0 in aggregated mode."""
     num_decode: int
     redis_url: str | None
     """None: start one."""
@@ -101,7 +102,7 @@ class Stack:
             needed += count * (source.num_parameters * itemsize + num_blocks * block_nbytes)
         if needed > available:
             raise ConfigurationError(
-                f"{source.name} on {self._plan.num_prefill} + {self._plan.num_decode} workers takes {needed >> 20} MiB and "
+                f"{source.name} on {self._plan.num_prefill + self._plan.num_decode} workers takes {needed >> 20} MiB and "
                 f"{available >> 20} MiB are free: start fewer workers, set PAGEWIRE_KV_CACHE_GIB lower, or choose a smaller model"
             )
 
@@ -116,19 +117,20 @@ class Stack:
         suffix = "" if self._redis is not None else f"@{socket.gethostname()}:{settings.port}"
         # Workers before the router: they take longest.
         for role, count in (("prefill", plan.num_prefill), ("decode", plan.num_decode)):
-            num_threads = settings.num_threads or max(1, (os.cpu_count() or 1) // count)
+            num_threads = settings.num_threads or max(1, (os.cpu_count() or 1) // max(1, count))
             for index in range(count):
                 name = f"{role}-{index}"
                 extra = {"PAGEWIRE_WORKER_ID": name + suffix, "PAGEWIRE_NUM_THREADS": str(num_threads)}
                 self._add(role, name, redis_url, extra)
-        self._add("router", "router", redis_url, {"PAGEWIRE_HOST": settings.host, "PAGEWIRE_PORT": str(settings.port)})
+        extra = {"PAGEWIRE_HOST": settings.host, "PAGEWIRE_PORT": str(settings.port), "PAGEWIRE_AGGREGATED": str(settings.aggregated)}
+        self._add("router", "router", redis_url, extra)
 
     def _add(self, role: str, name: str, redis_url: str, extra: dict[str, str]) -> None:
         # The terminal is for the user: what services log as information is shown on request (PAGEWIRE_LOG_LEVEL=info).
         environ = {"PAGEWIRE_LOG_LEVEL": "warning", **os.environ, "PAGEWIRE_MODEL": self._settings.model, **extra}
         environ |= {"REDIS_URL": redis_url, "PAGEWIRE_REDIS_URL": redis_url}
         # What was settled here must not be settled otherwise for one role.
-        for setting in ("MODEL", "REDIS_URL", "HOST", "PORT", "WORKER_ID"):
+        for setting in ("MODEL", "REDIS_URL", "HOST", "PORT", "WORKER_ID", "AGGREGATED"):
             environ.pop(f"PAGEWIRE_{role.upper()}_{setting}", None)
         child = Child(name, [sys.executable, "-m", f"services.{role}"], environ)
         child.start()

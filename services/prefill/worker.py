@@ -69,6 +69,7 @@ class PrefillWorker(WorkerLoop):
             cache_salt=message.cache_salt,
             priority=message.priority,
             transfer_id=message.transfer_id,
+            num_prompt_logprobs=message.num_prompt_logprobs,
         )
         request.update_block_hashes(self.engine.root, self.settings.block_size)
         span = telemetry.start_span(self.tracer, telemetry.SPAN_PREFILL, message.traceparent)
@@ -148,6 +149,9 @@ class PrefillWorker(WorkerLoop):
                 self._send_blocks(job, row.start // self.settings.block_size)  # prefix hits leave while the rest is computed
 
     def on_computed(self, result: StepResult) -> None:
+        routers = {row.request.request_id: self._job(row.request).router for row in result.output.scheduled}
+        for part in result.prompt_logprobs:
+            self.rpc.send(routers[part.request_id], part)
         hidden_rows = iter(result.hidden)
         for row in result.output.scheduled:
             job = self._job(row.request)

@@ -18,7 +18,7 @@ from services.router.dispatcher import Dispatcher
 from services.router.frontend import Frontend
 from services.router.metrics import RouterMetrics
 from services.router.served_model import ChatRenderer, ServedModel
-from services.router.workers import Compatibility, WorkerDirectory
+from services.router.workers import Compatibility, WorkerDirectory, WorkerRole
 from shared.cache.redis_prefix_index import RedisPrefixIndexReader, make_async_client
 from shared.clock import SystemClock
 from shared.config import Settings, load_settings
@@ -63,7 +63,8 @@ def build_parts(settings: Settings, model: ServedModel) -> RouterParts:
     context = zmq.asyncio.Context()
     dtype = None if settings.dtype == "auto" else settings.dtype
     expected = Compatibility(model.fingerprint, settings.block_size, dtype)
-    directory = WorkerDirectory(client, context, SystemClock(), settings.redis_namespace, settings.lease_s, expected)
+    roles: tuple[WorkerRole, ...] = ("decode",) if settings.aggregated else ("prefill", "decode")
+    directory = WorkerDirectory(client, context, SystemClock(), settings.redis_namespace, settings.lease_s, expected, roles)
     index = RedisPrefixIndexReader(client, settings.redis_namespace)
     metrics = RouterMetrics(model.name, directory)
     dispatcher = Dispatcher(directory, index, metrics, tracer, settings, model.fingerprint)

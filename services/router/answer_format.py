@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from services.router.choice import TokenPiece
+from services.router.prompt_logprobs import PromptReport, first_alternatives
 from shared.messages import TokenLogprobs
 from shared.text.tokenizer import Tokenizer
 
@@ -48,6 +49,10 @@ class AnswerFormat(Protocol):
 
     def whole(self, choices: Sequence[Sequence[TokenPiece]], prefixes: Sequence[str], usage: Usage) -> Json: ...
 
+    def add_prompt(self, answer: Json, place: int, report: PromptReport) -> None:
+        """What `report` says, into an answer or a first chunk, for the choice at `place` in it."""
+        ...
+
 
 class CompletionFormat:
     def __init__(self, head: AnswerHead, tokenizer: Tokenizer, tokens_as_ids: bool = False) -> None:
@@ -79,15 +84,31 @@ class CompletionFormat:
         }
 
     def _logprobs(self, pieces: Sequence[TokenPiece], offset: int) -> Json | None:
-        given = [(piece, piece.logprobs) for piece in pieces if piece.logprobs is not None]
-        if not given:
+        given = [(piece.token_id, offset + piece.text_offset, piece.logprobs) for piece in pieces]
+        return self._lists([(token_id, at, entry) for token_id, at, entry in given if token_id is not None and entry is not None])
+
+    def _lists(self, tokens: Sequence[tuple[int, int, TokenLogprobs | None]]) -> Json | None:
+        """(token, where its text begins, its logprobs or None for the first of a prompt)."""
+        if not tokens:
             return None
         return {
-            "text_offset": [offset + piece.text_offset for piece, _ in given],
-            "token_logprobs": [entry.logprob for _, entry in given],
-            "tokens": [self._token(piece.token_id) for piece, _ in given],
-            "top_logprobs": [self._top(piece.token_id, entry) for piece, entry in given],
+            "text_offset": [at for _, at, _ in tokens],
+            "token_logprobs": [entry.logprob if entry else None for _, _, entry in tokens],
+            "tokens": [self._token(token_id) for token_id, _, _ in tokens],
+            "top_logprobs": [self._top(token_id, entry) if entry else None for token_id, _, entry in tokens],
         }
+
+    def add_prompt(self, answer: Json, place: int, report: PromptReport) -> None:
+        choice = answer["choices"][place]
+        if report.num_echo_logprobs is not None:
+            tokens = [
+                (token_id, at, first_alternatives(entry, report.num_echo_logprobs))
+                for (token_id, entry), at in zip(report.scored_tokens(), report.text_offsets, strict=True)
+            ]
+            of_prompt, of_answer = self._lists(tokens) or {}, choice["logprobs"] or {}
+            choice["logprobs"] = {name: [*values, *of_answer.get(name, ())] for name, values in of_prompt.items()}
+        if report.num_prompt_logprobs is not None:
+            choice["prompt_logprobs"] = _prompt_logprobs(report, report.num_prompt_logprobs, self._tokenizer, self._tokens_as_ids)
 
     def _top(self, token_id: int, entry: TokenLogprobs) -> Json:
         return {self._token(other): logprob for other, logprob in _alternatives(token_id, entry)}
@@ -138,17 +159,26 @@ class ChatFormat:
         return {**self._head, "choices": bodies, "usage": usage.as_json()}
 
     def _logprobs(self, pieces: Sequence[TokenPiece]) -> Json | None:
-        content = [self._entry(piece, piece.logprobs) for piece in pieces if piece.logprobs is not None]
+        content = [
+            self._entry(piece.token_id, piece.logprobs, piece.is_stop_token)
+            for piece in pieces
+            if piece.token_id is not None and piece.logprobs is not None
+        ]
         return {"content": content} if content else None
 
-    def _entry(self, piece: TokenPiece, entry: TokenLogprobs) -> Json:
+    def add_prompt(self, answer: Json, place: int, report: PromptReport) -> None:
+        """Beside the choices, as vLLM does it: a conversation is one prompt."""
+        if report.num_prompt_logprobs is not None:
+            answer["prompt_logprobs"] = _prompt_logprobs(report, report.num_prompt_logprobs, self._tokenizer, self._tokens_as_ids)
+
+    def _entry(self, token_id: int, entry: TokenLogprobs, is_stop_token: bool) -> Json:
         # The token that ended the answer has its name and no bytes: the bytes of all entries are the bytes of the text.
-        token = self._token(piece.token_id, entry.logprob)
-        if piece.is_stop_token:
+        token = self._token(token_id, entry.logprob)
+        if is_stop_token:
             token["bytes"] = []
         # alternatives[0] is the sampled token where the client asked for none.
         count = len(entry.top_token_ids)
-        return {**token, "top_logprobs": [self._token(*pair) for pair in _alternatives(piece.token_id, entry)] if count else []}
+        return {**token, "top_logprobs": [self._token(*pair) for pair in _alternatives(token_id, entry)] if count else []}
 
     def _token(self, token_id: int, logprob: float) -> Json:
         raw = self._tokenizer.token_bytes(token_id)
@@ -161,3 +191,23 @@ def _alternatives(token_id: int, entry: TokenLogprobs) -> Iterable[tuple[int, fl
     yield from zip(entry.top_token_ids, entry.top_logprobs, strict=True)
     if token_id not in entry.top_token_ids:
         yield token_id, entry.logprob
+
+
+def _prompt_logprobs(report: PromptReport, num_top: int, tokenizer: Tokenizer, tokens_as_ids: bool) -> list[Json | None]:
+    """In vLLM's form: the prompt's own token first, then the most likely ones; null for the first token."""
+
+    def described(token_id: int, logprob: float, rank: int) -> Json:
+        text = f"token_id:{token_id}" if tokens_as_ids else tokenizer.token_text(token_id)
+        return {"logprob": logprob, "rank": rank, "decoded_token": text}
+
+    result: list[Json | None] = []
+    for token_id, full_entry in report.scored_tokens():
+        entry = first_alternatives(full_entry, num_top)
+        if entry is None:
+            result.append(None)
+            continue
+        position = {str(token_id): described(token_id, entry.logprob, entry.rank)}
+        for rank, (other, logprob) in enumerate(zip(entry.top_token_ids, entry.top_logprobs, strict=True), 1):
+            position.setdefault(str(other), described(other, logprob, rank))
+        result.append(position)
+    return result

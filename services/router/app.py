@@ -173,6 +173,7 @@ def _add_status_routes(app: FastAPI, parts: RouterParts) -> None:
             "model": parts.model.name,
             "prefill": len(directory.usable("prefill")),
             "decode": len(directory.usable("decode")),
+            "required_roles": directory.required_roles,
             "redis": "ok" if directory.redis_ok else "unreachable",
             "prefix_index": "ok" if parts.index.healthy else "degraded",
             "workers": [

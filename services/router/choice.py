@@ -18,7 +18,8 @@ from shared.text.tokenizer import Tokenizer
 class TokenPiece:
     """What one token adds. `text` may be "" while bytes or a possible stop string are held back; logprobs never are."""
 
-    token_id: int
+    token_id: int | None
+    """None where no token was asked for."""
     text: str
     logprobs: TokenLogprobs | None
     text_offset: int
@@ -50,6 +51,8 @@ class ChoiceAssembler:
         self.num_tokens = 0
 
     def push(self, output: RequestOutput) -> TokenPiece:
+        if output.token_id is None:
+            return TokenPiece(None, "", None, 0, False, output.finish_reason, None)
         self.num_tokens += 1
         offset = self._num_characters
         # Decode ends with "stop" only for a token (EOS or stop_token_ids); that token is no text unless the client asks for it.

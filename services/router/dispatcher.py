@@ -14,6 +14,7 @@ from opentelemetry.trace import Tracer
 
 from services.router.metrics import RouterMetrics
 from services.router.policy import Candidate, RequestFacts, Route, select
+from services.router.prompt_logprobs import PromptLogprobsAssembler
 from services.router.worker_client import WorkerGone
 from services.router.workers import Worker, WorkerDirectory
 from shared.block_hash import BlockHash, encode_extra_keys, hash_full_blocks, root_hash
@@ -34,6 +35,7 @@ from shared.messages import (
     DecodeRequest,
     KVPeer,
     PrefillRequest,
+    PromptLogprobs,
     RequestFailed,
     RequestOutput,
     WorkerMessage,
@@ -79,6 +81,8 @@ class EngineRequest:
     deadline_s: float
     num_sequences: int = 1
     beam_search: BeamSearchParams | None = None
+    prompt_logprobs: PromptLogprobsAssembler | None = None
+    """Where they are gathered if `sampling.num_prompt_logprobs` asks for them; complete before the first output."""
 
     @property
     def max_num_sequences(self) -> int:
@@ -95,7 +99,11 @@ class _PrefillRefused:
     error: PagewireError
 
 
-Mail = WorkerMessage | WorkerGone | _PrefillRefused | _Deadline
+class _PrefillEnded:
+    """The prefill worker will say nothing more about this request, for better or worse."""
+
+
+Mail = WorkerMessage | WorkerGone | _PrefillRefused | _PrefillEnded | _Deadline
 
 
 class _RetryableFailure(Exception):
@@ -180,12 +188,13 @@ class Dispatcher:
             await asyncio.sleep(_WAIT_STEP_S)
 
     def _no_workers(self) -> UnavailableError:
-        missing = [role for role in ("prefill", "decode") if not self._directory.usable(role)]
+        missing = [role for role in self._directory.required_roles if not self._directory.usable(role)]
         what = " and no ".join(missing) if missing else "suitable"
         return UnavailableError(f"no {what} worker is ready; try again shortly", retry_after_s=1.0)
 
     async def _choose(self, request: EngineRequest, avoid: set[Holder], last_error: PagewireError | None) -> _Pair | None:
-        prefill, decode = self._directory.usable("prefill"), self._directory.usable("decode")
+        is_aggregated = self._settings.aggregated
+        prefill, decode = [] if is_aggregated else self._directory.usable("prefill"), self._directory.usable("decode")
         dtype = self._directory.dtype
         if not decode or dtype is None:
             return None
@@ -194,7 +203,13 @@ class Dispatcher:
             block_size = self._settings.block_size
             prompt = request.prompt
             root = root_hash(self._model_fingerprint, dtype, block_size)
-            facts = RequestFacts(len(prompt.token_ids), block_size, self._settings.local_prefill_max_tokens)
+            facts = RequestFacts(
+                len(prompt.token_ids),
+                block_size,
+                self._settings.local_prefill_max_tokens,
+                is_aggregated,
+                is_scored=request.sampling.num_prompt_logprobs is not None,
+            )
             hashes = prompt.hashes(root, block_size)[: facts.max_usable_blocks]
             overlap = await self._index.match([worker.holder for worker in (*prefill, *decode)], hashes)
             # Those that failed this request are a second choice, except a full one: there it would only wait in the wrong place.
@@ -235,17 +250,23 @@ class Dispatcher:
         self._count_load(request, request_id, pair)
         num_tokens = [0] * request.num_sequences
         live = set(range(request.num_sequences))
-        max_mail = request.num_sequences * (request.sampling.max_tokens + 2)
         is_finished = False
+        held: list[RequestOutput] = []  # until the prompt's log-probabilities are complete
+        has_prefill_ended = prefill is None
         try:
             self._send(request, request_id, attempt, pair)
-            while live:
+            while held or live:
                 mail = await mailbox.get()
-                if isinstance(mail, RequestOutput):
+                if isinstance(mail, PromptLogprobs):
+                    if request.prompt_logprobs is not None:
+                        request.prompt_logprobs.add(mail)
+                elif isinstance(mail, _PrefillEnded):
+                    has_prefill_ended = True
+                elif isinstance(mail, RequestOutput):
                     index = mail.sequence_index
                     if index not in live and index < request.num_sequences:
                         continue  # its end here and this token crossed
-                    if index not in live or mail.index != num_tokens[index] or mailbox.qsize() > max_mail:
+                    if index not in live or mail.index != num_tokens[index] or mailbox.qsize() > _max_mails(request):
                         message = f"decode worker sent token {mail.index} of sequence {index}, which was not due"
                         raise _RetryableFailure(WorkerFailedError(message), decode.holder)
                     if prefill is not None and not any(num_tokens):
@@ -255,11 +276,7 @@ class Dispatcher:
                         live.remove(index)
                         is_finished = not live
                         self._metrics.preemptions.inc(mail.num_preemptions)
-                    yield mail
-                    if index in live and has_ended(index):
-                        live.remove(index)
-                        if live:
-                            decode.client.send(AbortRequest(request_id=request_id, sequence_index=index, reason="a stop string was found"))
+                    held.append(mail)
                 elif isinstance(mail, RequestFailed):
                     error = _as_error(mail)
                     if mail.retryable:
@@ -272,6 +289,21 @@ class Dispatcher:
                         raise _RetryableFailure(mail.error, pair.prefill_holder)
                 elif isinstance(mail, _Deadline):
                     raise DeadlineExceededError(f"the request did not finish within {self._settings.request_timeout_s:g} s")
+                if request.prompt_logprobs is None or request.prompt_logprobs.is_complete:
+                    while held:
+                        output = held.pop(0)
+                        yield output
+                        index = output.sequence_index
+                        if index in live and has_ended(index):
+                            live.remove(index)
+                            held = [other for other in held if other.sequence_index != index]
+                            if live:
+                                abort = AbortRequest(request_id=request_id, sequence_index=index, reason="a stop string was found")
+                                decode.client.send(abort)
+                elif held and has_prefill_ended:
+                    raise _RetryableFailure(
+                        WorkerFailedError("the prompt's log-probabilities were lost with a worker"), pair.prefill_holder
+                    )
         finally:
             timer.cancel()
             for worker in (decode, prefill):
@@ -320,6 +352,7 @@ class Dispatcher:
             cache_salt=request.prompt.cache_salt,
             decode=KVPeer(worker_id=record.worker_id, ctrl_endpoint=record.kv_ctrl_endpoint or "", incarnation=record.incarnation),
             deadline_s=left_s,
+            num_prompt_logprobs=request.sampling.num_prompt_logprobs,
             priority=request.priority,
             traceparent=request.traceparent,
         )
@@ -329,9 +362,20 @@ class Dispatcher:
     def _note_prefill(self, worker: Worker, request_id: str, mail: WorkerMessage | WorkerGone, mailbox: asyncio.Queue[Mail]) -> None:
         """News from prefill. Decode learns of a failed transfer by itself, and what decode says counts; but of a request that prefill
         did not take in at all, decode would hear nothing."""
+        if isinstance(mail, PromptLogprobs):
+            mailbox.put_nowait(mail)
+            return
         worker.release(request_id)
         if isinstance(mail, RequestFailed) and mail.error_type in ("overloaded", "unavailable", "invalid_request"):
             mailbox.put_nowait(_PrefillRefused(_as_error(mail)))
+        else:
+            mailbox.put_nowait(_PrefillEnded())
+
+
+def _max_mails(request: EngineRequest) -> int:
+    """More than this in the mailbox is not what was asked for. Parts of the prompt's log-probabilities may come twice."""
+    num_parts = 0 if request.prompt_logprobs is None else 2 * len(request.prompt.token_ids)
+    return request.num_sequences * (request.sampling.max_tokens + 2) + num_parts + 3
 
 
 def _candidates(workers: Sequence[Worker], overlap: dict[Holder, int], avoid: set[Holder], is_strict: bool) -> list[Candidate]:

@@ -25,6 +25,7 @@ from services.router.openai_types import (
     GenerationRequest,
     TokenizeRequest,
 )
+from services.router.prompt_logprobs import PromptLogprobsAssembler, PromptReport, text_offsets
 from services.router.served_model import ServedModel, resolve_max_tokens
 from services.router.streaming import AnswerOptions, GenerationResponse, PlannedPrompt
 from services.router.workers import WorkerDirectory
@@ -42,6 +43,8 @@ _FIELD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 class _TokenizedPrompt:
     token_ids: list[int]
     echo: str = ""
+    skips_special_tokens: bool = False
+    """Special tokens among the ids have no text in `echo`."""
 
 
 class Frontend:
@@ -80,7 +83,8 @@ class Frontend:
             with self._tokenizing(observation) as sizes:
                 tokenized = [await self._tokenize_prompt(body, prompt) for prompt in prompts]
                 sizes.extend(len(prompt.token_ids) for prompt in tokenized)
-            planned = self._plan(body, tokenized, head, observation, DEFAULT_COMPLETION_MAX_TOKENS, continues_text=True)
+            num_echo_logprobs = body.num_echo_logprobs
+            planned = self._plan(body, tokenized, head, observation, DEFAULT_COMPLETION_MAX_TOKENS, True, num_echo_logprobs)
         return self._response(body, planned, answer_format, observation)
 
     async def chat(self, body: ChatCompletionRequest, receipt: Receipt) -> GenerationResponse:
@@ -96,7 +100,7 @@ class Frontend:
                     body.messages, body.add_generation_prompt is not False, body.add_special_tokens is not False
                 )
                 sizes.append(len(token_ids))
-            planned = self._plan(body, [_TokenizedPrompt(token_ids)], head, observation, None, continues_text=False)
+            planned = self._plan(body, [_TokenizedPrompt(token_ids)], head, observation, None, False, None)
         return self._response(body, planned, answer_format, observation)
 
     async def tokenize(self, body: TokenizeRequest) -> list[int]:
@@ -135,8 +139,9 @@ class Frontend:
             token_ids = await self._model.encode(prompt, body.add_special_tokens is not False)
             return _TokenizedPrompt(token_ids, prompt if body.echo else "")
         self._model.check_prompt_ids(prompt)
-        echo = self._model.tokenizer.decode(prompt, body.skip_special_tokens is not False) if body.echo else ""
-        return _TokenizedPrompt(prompt, echo)
+        skips_special_tokens = body.skip_special_tokens is not False
+        echo = self._model.tokenizer.decode(prompt, skips_special_tokens) if body.echo else ""
+        return _TokenizedPrompt(prompt, echo, skips_special_tokens)
 
     async def _tokenize_chat(self, messages: Sequence[ChatMessage], add_generation_prompt: bool, add_special_tokens: bool) -> list[int]:
         text = await self._model.render([message.as_template_input() for message in messages], add_generation_prompt)
@@ -150,6 +155,7 @@ class Frontend:
         observation: RequestObservation,
         default_max_tokens: int | None,
         continues_text: bool,
+        num_echo_logprobs: int | None,
     ) -> list[PlannedPrompt]:
         deadline_s = asyncio.get_running_loop().time() + self._settings.request_timeout_s
         planned: list[PlannedPrompt] = []
@@ -170,6 +176,7 @@ class Frontend:
                 continues_text=continues_text,
                 min_tokens=sampling.min_tokens,
             )
+            report = self._report(body, prompt, num_echo_logprobs)
             request = EngineRequest(
                 request_id=f"{head.answer_id}-{prompt_index}",
                 prompt=Prompt(tuple(prompt.token_ids), body.cache_salt or None),
@@ -179,10 +186,21 @@ class Frontend:
                 deadline_s=deadline_s,
                 num_sequences=num_answers,
                 beam_search=body.beam_search,
+                prompt_logprobs=report.assembler if report else None,
             )
             assemblers = [ChoiceAssembler(self._model.tokenizer, options) for _ in range(num_answers)]
-            planned.append(PlannedPrompt(request, assemblers, prompt.echo))
+            planned.append(PlannedPrompt(request, assemblers, prompt.echo, report))
         return planned
+
+    def _report(self, body: GenerationRequest, prompt: _TokenizedPrompt, num_echo_logprobs: int | None) -> PromptReport | None:
+        if body.num_prompt_logprobs is None:
+            return None
+        offsets: list[int] = []
+        if num_echo_logprobs is not None:
+            # An echoed text stands there as it was sent, with its special tokens; ids are decoded for the echo.
+            offsets = text_offsets(self._model.tokenizer, prompt.token_ids, prompt.skips_special_tokens, prompt.echo)
+        assembler = PromptLogprobsAssembler(len(prompt.token_ids))
+        return PromptReport(prompt.token_ids, assembler, offsets, body.prompt_logprobs, num_echo_logprobs)
 
     def _response(
         self, body: GenerationRequest, planned: list[PlannedPrompt], answer_format: AnswerFormat, observation: RequestObservation

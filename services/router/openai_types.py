@@ -18,13 +18,13 @@ MAX_CHOICES = 16
 MAX_STOPS = 16
 MAX_LOGIT_BIASES = 1024
 MAX_PROMPTS = 256
+MAX_PROMPT_LOGPROBS = 20
 DEFAULT_COMPLETION_MAX_TOKENS = 16
 _INT64 = 2**63
 
 # Fields that would change the answer, with the values (besides null) that ask for nothing.
 NOT_OFFERED: Mapping[str, tuple[object, ...]] = {
     "suffix": ("",),
-    "prompt_logprobs": (),
     "truncate_prompt_tokens": (),
     "bad_words": ([],),
     "response_format": ({"type": "text"},),
@@ -141,7 +141,7 @@ class GenerationRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = None
-    max_tokens: int | None = Field(None, ge=1, lt=_INT64)
+    max_tokens: int | None = Field(None, ge=0, lt=_INT64)
     temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, lt=_INT64)
@@ -169,6 +169,7 @@ class GenerationRequest(BaseModel):
     include_stop_str_in_output: bool | None = None
     add_special_tokens: bool | None = None
     priority: int | None = Field(None, ge=-_INT64, lt=_INT64)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_PROMPT_LOGPROBS)
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
@@ -206,6 +207,16 @@ class GenerationRequest(BaseModel):
         """How many alternatives a token's logprobs list; None: no logprobs at all (0 still gives the token's own)."""
         return None
 
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same for the tokens of the prompt; None: they need not be computed."""
+        return self.prompt_logprobs
+
+    @property
+    def may_generate_nothing(self) -> bool:
+        """max_tokens 0 is of use: the answer says something about the prompt."""
+        return self.prompt_logprobs is not None
+
     def ignored_fields(self) -> list[str]:
         return sorted(name for name in (self.model_extra or {}) if name not in NOT_OFFERED)
 
@@ -217,6 +228,11 @@ class GenerationRequest(BaseModel):
         self._check_sequences()
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options is only allowed when stream is true", param="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequestError("prompt_logprobs is not available when stream is true", param="prompt_logprobs")
+        if self.requested_max_tokens == 0 and not self.may_generate_nothing:
+            message = "max_tokens: must be at least 1; 0 needs prompt_logprobs or (completions only) echo"
+            raise InvalidRequestError(message, param="max_tokens")
 
     def _check_sequences(self) -> None:
         if self.best_of is not None and self.best_of < self.num_choices:
@@ -264,6 +280,7 @@ class GenerationRequest(BaseModel):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
             num_logprobs=self.num_logprobs,
+            num_prompt_logprobs=self.num_prompt_logprobs,
         )
 
 
@@ -276,10 +293,18 @@ class CompletionRequest(GenerationRequest):
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
-    def check_offered(self) -> None:
-        super().check_offered()
-        if self.echo and self.logprobs is not None:
-            raise InvalidRequestError("echo together with logprobs is not supported by this server", param="echo")
+    @property
+    def num_echo_logprobs(self) -> int | None:
+        """How many alternatives the logprobs of the echoed prompt list; None: there are none."""
+        return self.logprobs if self.echo else None
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return max((count for count in (self.prompt_logprobs, self.num_echo_logprobs) if count is not None), default=None)
+
+    @property
+    def may_generate_nothing(self) -> bool:
+        return bool(self.echo) or super().may_generate_nothing
 
     def prompts(self) -> list[str] | list[list[int]]:
         """The prompts of this request, at least one, none empty."""
@@ -320,7 +345,7 @@ class ChatMessage(BaseModel):
 
 class ChatCompletionRequest(GenerationRequest):
     messages: list[ChatMessage]
-    max_completion_tokens: int | None = Field(None, ge=1, lt=_INT64)
+    max_completion_tokens: int | None = Field(None, ge=0, lt=_INT64)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     add_generation_prompt: bool | None = None

@@ -42,16 +42,25 @@ class RequestFacts:
     num_prompt_tokens: int
     block_size: int
     local_prefill_max_tokens: int
+    is_aggregated: bool = False
+    """Decode workers compute every prompt themselves."""
+    is_scored: bool = False
+    """The log-probabilities of the prompt are asked for: whoever computes it computes all of it."""
 
     @property
     def max_usable_blocks(self) -> int:
         """The KV of the last prompt token has always to be computed, so a block that holds it is of no use."""
         return (self.num_prompt_tokens - 1) // self.block_size
 
+    @property
+    def max_saved_blocks(self) -> int:
+        """Cached blocks that whoever computes the prompt need not compute."""
+        return 0 if self.is_scored else self.max_usable_blocks
+
 
 @dataclass(frozen=True)
 class Route:
-    """`prefill` None: the decode worker computes the short uncached tail itself (`is_local`)."""
+    """`prefill` None: the decode worker computes the prompt, or the short uncached tail of it, itself (`is_local`)."""
 
     prefill: Candidate | None
     decode: Candidate
@@ -72,15 +81,16 @@ def select(facts: RequestFacts, prefill: Sequence[Candidate], decode: Sequence[C
     best: tuple[tuple[float, int, int, str], Route] | None = None
     for candidate in decode:
         usable = min(candidate.overlap_blocks, facts.max_usable_blocks)
-        tail = facts.num_prompt_tokens - usable * facts.block_size
+        saved = min(candidate.overlap_blocks, facts.max_saved_blocks)
+        tail = facts.num_prompt_tokens - saved * facts.block_size
         wait_ms = decode_wait_ms(facts, candidate)
-        if usable >= 1 and tail <= facts.local_prefill_max_tokens:
+        if facts.is_aggregated or (saved >= 1 and tail <= facts.local_prefill_max_tokens):
             cost_ms = wait_ms + _compute_ms(candidate, candidate.num_waiting_tokens + tail, tokens_per_s)
-            route = Route(None, candidate, 0, usable, cost_ms)
+            route = Route(None, candidate, 0, saved, cost_ms)
         elif best_prefill is not None and remote_ms is not None:
             missing = -(-facts.num_prompt_tokens // facts.block_size) - usable
             cost_ms = wait_ms + remote_ms + missing * TRANSFER_MS_PER_BLOCK
-            overlap = min(best_prefill.overlap_blocks, facts.max_usable_blocks)
+            overlap = min(best_prefill.overlap_blocks, facts.max_saved_blocks)
             route = Route(best_prefill, candidate, overlap, usable, cost_ms)
         else:
             continue
@@ -92,8 +102,8 @@ def select(facts: RequestFacts, prefill: Sequence[Candidate], decode: Sequence[C
 
 def prefill_cost_ms(facts: RequestFacts, candidate: Candidate, default_tokens_per_s: float = DEFAULT_TOKENS_PER_S) -> float:
     """Time until `candidate` would have computed this prompt."""
-    usable = min(candidate.overlap_blocks, facts.max_usable_blocks)
-    uncached = facts.num_prompt_tokens - usable * facts.block_size
+    saved = min(candidate.overlap_blocks, facts.max_saved_blocks)
+    uncached = facts.num_prompt_tokens - saved * facts.block_size
     queue_ms = candidate.num_requests * REQUEST_OVERHEAD_MS
     return queue_ms + _compute_ms(candidate, candidate.num_waiting_tokens + uncached, default_tokens_per_s)
 

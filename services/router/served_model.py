@@ -59,7 +59,7 @@ def resolve_max_tokens(requested: int | None, default: int | None, num_prompt_to
     """
     room = max_model_len - num_prompt_tokens
     wanted = requested if requested is not None else default
-    if room < 1 or (requested is not None and requested > room):
+    if room < (1 if requested is None else requested):
         asked = f"{requested} tokens of output were asked for" if requested is not None else "at least 1 token of output needs room"
         raise InvalidRequestError(
             f"this model's maximum context length is {max_model_len} tokens; the prompt has {num_prompt_tokens} tokens and {asked}: "

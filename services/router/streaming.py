@@ -25,6 +25,7 @@ from services.router.dispatcher import EngineRequest
 from services.router.error_object import error_event, error_response
 from services.router.in_flight import InFlightLimit
 from services.router.observation import RequestObservation
+from services.router.prompt_logprobs import PromptReport
 from shared.errors import PagewireError, UnavailableError, WorkerFailedError
 from shared.messages import RequestOutput
 
@@ -43,6 +44,7 @@ class PlannedPrompt:
     engine_request: EngineRequest
     assemblers: Sequence[ChoiceAssembler]
     prefix: str = ""
+    prompt_report: PromptReport | None = None
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,8 @@ class GenerationResponse(Response):
                 chunk = self._format.chunk(index, piece, is_first[index], self._prompt_of[index].prefix)
                 if self._options.return_token_ids:
                     self._add_token_ids(chunk["choices"][0], index, [piece], with_prompt=is_first[index])
+                if is_first[index]:
+                    self._add_prompt(chunk, 0, index)
                 is_first[index] = False
                 if self._options.continuous_usage:
                     chunk["usage"] = self._usage().as_json()
@@ -161,6 +165,8 @@ class GenerationResponse(Response):
         if self._options.return_token_ids:
             for choice, index in zip(answer["choices"], chosen, strict=True):
                 self._add_token_ids(choice, index, collected[index], with_prompt=True)
+        for place, index in enumerate(chosen):
+            self._add_prompt(answer, place, index)
         body = orjson.dumps(answer)
         await self._send_start(send, {"content-type": "application/json", "content-length": str(len(body))})
         await send({"type": "http.response.body", "body": body, "more_body": False})
@@ -178,8 +184,14 @@ class GenerationResponse(Response):
             first += count
         return chosen
 
+    def _add_prompt(self, answer: Json, place: int, index: int) -> None:
+        """What sequence `index`, whose choice stands at `place` in `answer`, says about its prompt."""
+        report = self._prompt_of[index].prompt_report
+        if report is not None:
+            self._format.add_prompt(answer, place, report)
+
     def _add_token_ids(self, choice: Json, index: int, pieces: list[TokenPiece], with_prompt: bool) -> None:
-        choice["token_ids"] = [piece.token_id for piece in pieces]
+        choice["token_ids"] = [piece.token_id for piece in pieces if piece.token_id is not None]
         if with_prompt:
             choice["prompt_token_ids"] = self._prompt_of[index].engine_request.prompt.token_ids
 

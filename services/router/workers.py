@@ -89,6 +89,7 @@ class WorkerDirectory:
         namespace: str,
         lease_s: float,
         expected: Compatibility,
+        required_roles: tuple[WorkerRole, ...],
     ) -> None:
         self._client = client
         self._context = context
@@ -96,6 +97,7 @@ class WorkerDirectory:
         self._namespace = namespace
         self._lease_s = lease_s
         self._expected = expected
+        self.required_roles = required_roles
         self._workers: dict[str, Worker] = {}
         self._barred_until_s: dict[Holder, float] = {}
         self._outage_until_s = 0.0
@@ -130,7 +132,7 @@ class WorkerDirectory:
 
     @property
     def is_ready(self) -> bool:
-        return bool(self.usable("prefill") and self.usable("decode"))
+        return all(self.usable(role) for role in self.required_roles)
 
     @property
     def dtype(self) -> str | None:

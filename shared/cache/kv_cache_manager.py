@@ -60,7 +60,7 @@ class KVCacheManager:
 
     def reserve(self, request: Request, num_headroom_blocks: int = 0) -> Reservation | None:
         """Blocks for all tokens known of `request`, which must hold none: hits first (touched before anything is evicted),
-        the rest fresh. At least one token is left to compute, since its logits are needed. Sets num_computed_tokens and, the
+        the rest fresh. Tokens whose hidden state is needed, the last one at least, are left to compute. Sets num_computed_tokens and, the
         first time, num_cached_tokens. None, and nothing taken, if the pool would be left with fewer than `num_headroom_blocks`.
         """
         with self.lock:
@@ -142,7 +142,7 @@ class KVCacheManager:
         if not self._enable_prefix_caching:
             return []
         hits: list[KVCacheBlock] = []
-        for block_hash in request.block_hashes[: (request.num_tokens - 1) // self.block_size]:
+        for block_hash in request.block_hashes[: request.num_cacheable_tokens // self.block_size]:
             block = self.pool.get_cached(block_hash)
             if block is None:
                 break

@@ -24,6 +24,7 @@ from shared.engine.models.llama import LlamaForCausalLM
 from shared.engine.rotary import RotaryTable
 from shared.engine.weights import load_weights
 from shared.errors import ConfigurationError
+from shared.messages import PromptLogprobs
 from shared.model_files.model_source import ModelSource
 from shared.model_files.weight_reader import PendingWeights
 from shared.request import Request
@@ -40,6 +41,7 @@ class StepResult:
     output: SchedulerOutput
     hidden: torch.Tensor
     """[num_completing, hidden_size]: one row for each scheduled request that is complete, in order."""
+    prompt_logprobs: list[PromptLogprobs]
     start_ns: int
     end_ns: int
 
@@ -126,7 +128,7 @@ class EngineCore:
             raise ConfigurationError("the KV cache is too small for one prompt; raise PAGEWIRE_NUM_BLOCKS")
         try:
             start_s = time.monotonic()
-            hidden = self.runner.execute(SchedulerOutput([ScheduledRequest(request, 0, num_tokens)]))
+            hidden, _ = self.runner.execute(SchedulerOutput([ScheduledRequest(request, 0, num_tokens)]))
             self.runner.compute_logits(hidden)
             return time.monotonic() - start_s
         finally:
@@ -140,9 +142,9 @@ class EngineCore:
     def run(self, output: SchedulerOutput) -> StepResult:
         """Compute what was scheduled and book it."""
         start_ns, start_s = time.time_ns(), time.monotonic()
-        hidden = self.runner.execute(output)
+        hidden, prompt_logprobs = self.runner.execute(output)
         self.scheduler.update(output, time.monotonic() - start_s)
         self.num_steps += 1
         if self.settings.debug:
             self.manager.check_invariants()
-        return StepResult(output, hidden, start_ns, time.time_ns())
+        return StepResult(output, hidden, prompt_logprobs, start_ns, time.time_ns())

@@ -9,6 +9,8 @@ from shared.cache.kv_cache_manager import KVCacheManager
 from shared.engine.attention_metadata import AttentionMetadata
 from shared.engine.kv_cache import KVCache
 from shared.engine.models.llama import LlamaForCausalLM
+from shared.engine.prompt_logprobs import score_prompts
+from shared.messages import PromptLogprobs
 
 
 class ModelRunner:
@@ -18,13 +20,17 @@ class ModelRunner:
         self._manager = manager
 
     @torch.inference_mode()
-    def execute(self, output: SchedulerOutput) -> torch.Tensor:
-        """Computes the scheduled tokens. Returns [num_completing, hidden_size]: the last hidden state of each scheduled request
-        that is complete after this step, in the order of `output.scheduled`."""
+    def execute(self, output: SchedulerOutput) -> tuple[torch.Tensor, list[PromptLogprobs]]:
+        """Computes the scheduled tokens. Returns [num_completing, hidden_size], the last hidden state of each scheduled request
+        that is complete after this step, in the order of `output.scheduled`; and what was asked for about the prompts."""
         tables = [self._manager.block_ids(row.request.request_id) for row in output.scheduled]
         token_ids = torch.tensor([token for row in output.scheduled for token in row.request.token_ids[row.start : row.end]])
         metadata = AttentionMetadata.build(output, tables, self.cache.block_size, self.model.config)
-        return self.model.forward(token_ids, metadata, self.cache)
+        hidden = self.model.forward(token_ids, metadata, self.cache)
+        num_completing = sum(row.completes for row in output.scheduled)
+        scored = [row for row in output.scheduled if row.scored_positions]
+        vocab_size = self.model.config.tokenizer_vocab_size
+        return hidden[:num_completing], score_prompts(hidden[num_completing:], scored, self.compute_logits, vocab_size)
 
     @torch.inference_mode()
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -91,3 +91,9 @@ def test_exported_tokenizer_is_the_same_tokenizer(tmp_path: Path) -> None:
         assert again.encode(text) == tokenizer.encode(text)
     assert again.chat_template == source.chat_template
     assert (again.bos_token_id, again.eos_token_ids, again.add_bos) == (1, (2,), False)
+
+
+def test_prefill_workers_and_aggregated_mode_exclude_each_other() -> None:
+    done = pagewire("up", "--aggregated", "--prefill", "2", "--port", str(free_port()))
+    assert done.returncode == 2
+    assert "--prefill" in done.stderr and len(done.stderr.splitlines()) == 1

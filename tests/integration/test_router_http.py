@@ -20,7 +20,7 @@ import pytest
 import redis
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from router_harness import RedisServer, Stack, eventually, free_port
-from stub_worker import Script, StubWorker
+from stub_worker import Script, StubWorker, prompt_parts
 
 from services.router import __main__ as router_main
 from services.router.__main__ import load_model
@@ -28,7 +28,7 @@ from services.router.served_model import ServedModel
 from shared.block_hash import hash_full_blocks, root_hash
 from shared.config import load_settings
 from shared.membership import blocks_key, worker_key
-from shared.messages import AbortRequest, DecodeRequest, PrefillRequest, RequestFailed
+from shared.messages import AbortRequest, DecodeRequest, Message, PrefillRequest, RequestFailed, WorkerTiming
 from shared.sampling_params import BeamSearchParams
 from shared.telemetry import setup_tracing
 
@@ -291,7 +291,6 @@ def test_echo_puts_the_prompt_before_the_text(stack: Stack) -> None:
     assert stack.complete(echo=True).json()["choices"][0]["text"] == "1, 2, 3, 4, 5," + CNT
     assert stack.complete(echo=True, prompt=CNT_IDS).json()["choices"][0]["text"] == "1, 2, 3, 4, 5," + CNT
     assert streamed_text(events(stack.complete(echo=True, stream=True).text)) == "1, 2, 3, 4, 5," + CNT
-    check_error(stack.complete(echo=True, logprobs=1), 400, "echo")
 
 
 def test_completion_logprobs_streamed_lists_join_to_the_whole(stack: Stack) -> None:
@@ -357,7 +356,7 @@ def test_bad_prompts_are_refused(stack: Stack, prompt: object) -> None:
         ("logit_bias", {"5": "x"}), ("logit_bias", {str(i): 1 for i in range(2000)}), ("logit_bias", []), ("allowed_token_ids", [-1]),
         ("allowed_token_ids", []), ("stop_token_ids", [49152]), ("min_tokens", 25), ("suffix", "x"), ("best_of", 0), ("best_of", 17),
         ("use_beam_search", 1), ("length_penalty", "x"), ("early_stopping", "never"),
-        ("prompt_logprobs", 0), ("response_format", {"type": "json_object"}), ("tools", [{}]),
+        ("prompt_logprobs", -1), ("prompt_logprobs", 21), ("response_format", {"type": "json_object"}), ("tools", [{}]),
         ("tool_choice", "auto"), ("bad_words", ["a"]),
         ("guided_json", {}), ("stream", "yes"), ("cache_salt", "x" * 1025), ("truncate_prompt_tokens", 5), ("user", 5),
     ],
@@ -443,6 +442,11 @@ def test_context_limit_is_the_smallest_of_all_and_exact(bare: Stack) -> None:
     assert bare.client.get("/v1/models").json()["data"][0]["max_model_len"] == 128
     for num_tokens, status in ((126, 200), (127, 200), (128, 400), (129, 400)):
         assert bare.complete(prompt=[504] * num_tokens, max_tokens=1).status_code == status
+    scored = bare.complete(prompt=[504] * 128, max_tokens=0, echo=True, logprobs=1)
+    assert scored.json()["usage"] == {
+        "prompt_tokens": 128, "completion_tokens": 0, "total_tokens": 128, "prompt_tokens_details": {"cached_tokens": 0}
+    }  # fmt: skip
+    check_error(bare.complete(prompt=[504] * 129, max_tokens=0, echo=True), 400, "prompt")
     message = check_error(bare.complete(prompt="What is the capital of Paris?", max_tokens=10**9), 400, "max_tokens")["message"]
     assert "128" in str(message) and "7 tokens" in str(message) and str(10**9) in str(message)
     # A default is cut to what fits.
@@ -722,6 +726,105 @@ def test_incompatible_worker_is_refused(bare: Stack) -> None:
     bare.join("decode", "d2", block_size=32)
     time.sleep(0.6)
     assert bare.client.get("/ready").json()["decode"] == 0
+
+
+# ---- what the answer says about the prompt ----------------------------------------------------------------------------------------
+
+
+def test_parts_in_any_order_twice_and_late_are_one_list(bare: Stack) -> None:
+    shuffled = Script(about_prompt=lambda request: [*prompt_parts(request)[::-1], *prompt_parts(request, 3)], about_prompt_delay_s=0.3)
+    bare.join("prefill", "p", shuffled)
+    bare.join("decode", "d")  # its tokens come first
+    bare.wait_ready()
+    choice = bare.complete(prompt_logprobs=2, max_tokens=2).json()["choices"][0]
+    assert [entry and entry[str(token_id)] for entry, token_id in zip(choice["prompt_logprobs"], CNT_IDS, strict=True)] == [
+        None,
+        *({"logprob": -position, "rank": 50, "decoded_token": text} for position, text in enumerate(", 2, 3, 4, 5,"[:13], 1)),
+    ]
+    assert list(choice["prompt_logprobs"][1]) == ["28", "100", "101"]
+    assert choice["text"] == CNT[:2]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echoed_prompt_with_logprobs_comes_before_the_first_token(bare: Stack, stream: bool) -> None:
+    bare.join("prefill", "p", Script(about_prompt_delay_s=0.2))
+    bare.join("decode", "d")
+    bare.wait_ready()
+    response = bare.complete(echo=True, logprobs=0, max_tokens=2, n=2, stream=stream)
+    answers = events(response.text) if stream else [response.json()]
+    for index in (0, 1):
+        choices = [choice for answer in answers for choice in answer["choices"] if choice["index"] == index]
+        joined = {name: [value for choice in choices for value in choice["logprobs"][name]] for name in choices[0]["logprobs"]}
+        assert "".join(choice["text"] for choice in choices) == "1, 2, 3, 4, 5, 6"
+        assert joined["token_logprobs"] == [None, *range(-1, -14, -1), -0.5, -0.5]
+        assert "".join(joined["tokens"]) == "1, 2, 3, 4, 5, 6"
+        assert joined["text_offset"] == list(range(16))
+
+
+def half(request: DecodeRequest | PrefillRequest) -> list[Message]:
+    return prompt_parts(request)[:2]
+
+
+def finished(request: DecodeRequest | PrefillRequest) -> WorkerTiming:
+    return WorkerTiming(
+        request_id=request.request_id, phase="prefill", queue_ms=0, compute_ms=0, num_computed_tokens=0, num_cached_tokens=0, num_steps=1
+    )
+
+
+def test_parts_that_were_lost_are_fetched_by_another_attempt(bare: Stack) -> None:
+    careless = bare.join("prefill", "a-careless", Script(about_prompt=lambda request: [*half(request), finished(request)]))
+    decode = bare.join("decode", "d")
+    bare.wait_ready()
+    check_error(bare.complete(prompt_logprobs=0), 503)
+    eventually(lambda: decode.num_active == 0)
+    bare.join("prefill", "good")
+    eventually(lambda: bare.client.get("/ready").json()["prefill"] == 2)
+    for _ in range(4):
+        assert all(bare.complete(prompt_logprobs=0).json()["choices"][0]["prompt_logprobs"][1:])
+    assert careless.of_kind(PrefillRequest)
+
+
+def test_death_of_prefill_before_all_parts_came_is_made_good(bare: Stack) -> None:
+    dying = bare.join("prefill", "a-dying", Script(about_prompt=half))
+    bare.join("decode", "d")
+    bare.wait_ready()
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(bare.complete, prompt_logprobs=0)
+        eventually(lambda: dying.of_kind(PrefillRequest))
+        bare.join("prefill", "good")
+        eventually(lambda: bare.client.get("/ready").json()["prefill"] == 2)
+        assert not answer.done()
+        dying.kill()
+        assert all(answer.result().json()["choices"][0]["prompt_logprobs"][1:])
+
+
+def test_decode_that_computes_the_prompt_after_all_sends_the_parts(bare: Stack) -> None:
+    def failed(request: DecodeRequest | PrefillRequest) -> list[Message]:
+        return [*half(request), RequestFailed(request_id=request.request_id, message="lost", error_type="transfer", retryable=True)]
+
+    bare.join("prefill", "p", Script(about_prompt=failed))
+    decode = bare.join("decode", "d", Script(first_delay_s=0.3, recomputes=True))
+    bare.wait_ready()
+    assert all(bare.complete(prompt_logprobs=0).json()["choices"][0]["prompt_logprobs"][1:])
+    assert len(decode.of_kind(DecodeRequest)) == 1
+
+
+# ---- aggregated mode --------------------------------------------------------------------------------------------------------------
+
+
+def test_aggregated_router_needs_no_prefill_worker(redis_server: RedisServer, model: ServedModel) -> None:
+    stack = Stack(redis_server.url, model, f"test{next(namespaces)}", aggregated=True)
+    check_error(stack.complete(), 503)
+    assert "prefill" not in stack.complete().json()["error"]["message"]
+    prefill = stack.join("prefill", "p")
+    decode = stack.join("decode", "d")
+    stack.wait_ready()
+    assert stack.client.get("/ready").json()["required_roles"] == ["decode"]
+    assert stack.complete().json()["choices"][0]["text"] == CNT
+    assert all(stack.complete(prompt_logprobs=0).json()["choices"][0]["prompt_logprobs"][1:])
+    assert [request.transfer_id for request in decode.of_kind(DecodeRequest)] == [None, None]
+    assert not prefill.of_kind(PrefillRequest)
+    stack.close()
 
 
 # ---- the index and Redis ---------------------------------------------------------------------------------------------------------

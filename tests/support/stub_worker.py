@@ -18,6 +18,7 @@ from shared.messages import (
     DecodeRequest,
     Message,
     PrefillRequest,
+    PromptLogprobs,
     RequestFailed,
     RequestOutput,
     RouterMessage,
@@ -55,6 +56,32 @@ class Script:
     """Tokens of each sequence of a request; without them all say `token_ids`."""
     logprob_of: Mapping[int, float] = field(default_factory=dict)
     """Log-probabilities other than -0.5."""
+    about_prompt: Callable[[DecodeRequest | PrefillRequest], list[Message]] = lambda request: prompt_parts(request)
+    """Sent when the request asks for the log-probabilities of a prompt that this worker computes."""
+    about_prompt_delay_s: float = 0.0
+    recomputes: bool = False
+    """A decode worker whose transfers all fail."""
+
+
+def prompt_parts(request: DecodeRequest | PrefillRequest, size: int = 4) -> list[Message]:
+    """All of them, `size` positions a message: -position, and as many alternatives as were asked for."""
+    num_top = num_prompt_logprobs(request) or 0
+    top_ids = tuple(range(100, 100 + num_top))
+    entries = [
+        TokenLogprobs(logprob=-position, rank=50, top_token_ids=top_ids, top_logprobs=tuple(-0.5 - rank for rank in range(num_top)))
+        for position in range(1, len(request.token_ids))
+    ]
+    return [
+        PromptLogprobs(request_id=request.request_id, first_position=start + 1, entries=tuple(entries[start : start + size]))
+        for start in range(0, len(entries), size)
+    ]
+
+
+def num_prompt_logprobs(request: DecodeRequest | PrefillRequest) -> int | None:
+    """None: not asked for, or another worker's business."""
+    if isinstance(request, PrefillRequest):
+        return request.num_prompt_logprobs
+    return request.sampling.num_prompt_logprobs if request.transfer_id is None else None
 
 
 class StubWorker:
@@ -67,6 +94,7 @@ class StubWorker:
         self.received: list[RouterMessage] = []
         self.stats = WorkerStats(num_running=1, counters={"chunks_sent": 7})
         self._jobs: dict[tuple[str, int], _Job] = {}  # one for each sequence
+        self._later: list[tuple[float, bytes, Message]] = []
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
@@ -118,7 +146,7 @@ class StubWorker:
 
     def _serve(self) -> None:
         while not self._stopping.is_set():
-            if self._socket.poll(2 if self._jobs else 20):
+            if self._socket.poll(2 if self._jobs or self._later else 20):
                 identity, frame = self._socket.recv_multipart()
                 if not self._frozen:
                     self._take(identity, decode_router_message(frame))
@@ -132,20 +160,24 @@ class StubWorker:
         if isinstance(message, AbortRequest):
             for key in [key for key in self._jobs if key[0] == message.request_id and message.sequence_index in (None, key[1])]:
                 del self._jobs[key]
-        elif isinstance(message, PrefillRequest):
-            failure = self.script.failure(message)
-            if failure is not None:
-                self._send(identity, failure)
-        else:
-            failure = self.script.failure(message)
-            if failure is not None:
-                self._send(identity, failure)
-            else:
-                for index in range(message.num_sequences):
-                    self._jobs[message.request_id, index] = _Job(identity, message, index, time.monotonic() + self.script.first_delay_s)
+            return
+        failure = self.script.failure(message)
+        if failure is not None:
+            self._send(identity, failure)
+            return
+        if num_prompt_logprobs(message) is not None or (self.script.recomputes and message.sampling.num_prompt_logprobs is not None):
+            due_s = time.monotonic() + self.script.about_prompt_delay_s
+            self._later += [(due_s, identity, part) for part in self.script.about_prompt(message)]
+        if isinstance(message, DecodeRequest):
+            for index in range(message.num_sequences):
+                self._jobs[message.request_id, index] = _Job(identity, message, index, time.monotonic() + self.script.first_delay_s)
 
     def _emit(self) -> None:
         now_s = time.monotonic()
+        due = [item for item in self._later if item[0] <= now_s]
+        self._later = [item for item in self._later if item[0] > now_s]
+        for _, identity, message in due:
+            self._send(identity, message)
         for key, job in list(self._jobs.items()):
             if job.due_s > now_s or (self.script.stop_after is not None and job.index >= self.script.stop_after):
                 continue
@@ -157,6 +189,10 @@ class StubWorker:
 
     def _next(self, job: _Job) -> RequestOutput:
         sampling, index = job.request.sampling, job.index
+        if sampling.max_tokens == 0:
+            return RequestOutput(
+                request_id=job.request.request_id, sequence_index=job.sequence_index, token_id=None, index=0, finish_reason="length"
+            )
         tokens = self.script.variants[job.sequence_index] if self.script.variants else self.script.token_ids
         token_id = tokens[index % len(tokens)] if self.script.repeats or index < len(tokens) else EOS
         reason = "length" if index + 1 == sampling.max_tokens else None

@@ -75,7 +75,7 @@ class LlamaForCausalLM:
 
     def forward(self, token_ids: torch.Tensor, metadata: AttentionMetadata, cache: KVCache) -> torch.Tensor:
         """token_ids: [num_tokens], flattened batch; writes their KV. Returns the hidden states (after the last norm) of
-        `metadata.last_rows`: [num_completing, hidden_size]."""
+        `metadata.hidden_rows`: [len(hidden_rows), hidden_size]."""
         config = self.config
         cos, sin = self._rotary.cos, self._rotary.sin
         sizes = [config.num_heads * config.head_dim] + [config.num_kv_heads * config.head_dim] * 2
@@ -87,7 +87,7 @@ class LlamaForCausalLM:
             rotary_embedding_and_cache(query, key, value, metadata.positions, cos, sin, key_cache, value_cache, metadata.slot_mapping)
             x = x + layer.output(metadata.attention(query, key_cache, value_cache, self._scale).flatten(1))
             x = x + layer.down(silu_and_mul(layer.gate_up(self._norm(x, layer.post_attention_norm))))
-        return self._norm(x[metadata.last_rows], self._final_norm)
+        return self._norm(x[metadata.hidden_rows], self._final_norm)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [n, hidden_size] -> fp32 [n, tokenizer_vocab_size]."""

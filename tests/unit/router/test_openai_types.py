@@ -34,11 +34,12 @@ def test_every_field_reaches_the_sampler() -> None:
     sampling = parse(
         temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, presence_penalty=1, frequency_penalty=-1, repetition_penalty=1.3,
         logit_bias={"5": -100}, allowed_token_ids=[5, 6], seed=0, min_tokens=2, stop_token_ids=[9], ignore_eos=True, logprobs=0,
+        prompt_logprobs=3,
     ).sampling(16, VOCAB_SIZE)  # fmt: skip
     assert sampling.model_dump() == {
         "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "presence_penalty": 1.0, "frequency_penalty": -1.0,
         "repetition_penalty": 1.3, "logit_bias": {5: -100.0}, "allowed_token_ids": (5, 6), "seed": 0,
-        "max_tokens": 16, "min_tokens": 2, "stop_token_ids": (9,), "ignore_eos": True, "num_logprobs": 0,
+        "max_tokens": 16, "min_tokens": 2, "stop_token_ids": (9,), "ignore_eos": True, "num_logprobs": 0, "num_prompt_logprobs": 3,
     }  # fmt: skip
 
 
@@ -88,3 +89,32 @@ def test_nested_field_is_named_by_its_root() -> None:
         parse_body(ChatCompletionRequest, b'{"messages": [{"role": 5}]}')
     assert caught.value.param == "messages"
     assert caught.value.message.startswith("messages.0.role")
+
+
+def test_echo_and_prompt_logprobs_ask_for_the_larger_number() -> None:
+    assert parse(logprobs=2).num_prompt_logprobs is None
+    assert parse(echo=True).num_prompt_logprobs is None
+    assert parse(echo=True, logprobs=0).num_prompt_logprobs == 0
+    assert parse(echo=True, logprobs=2, prompt_logprobs=1).num_prompt_logprobs == 2
+    assert parse(echo=True, logprobs=2, prompt_logprobs=7).num_prompt_logprobs == 7
+
+
+@pytest.mark.parametrize("value", [-1, 21, True, 1.5, "2"])
+def test_prompt_logprobs_is_a_small_number(value: object) -> None:
+    assert refusal(prompt_logprobs=value).param == "prompt_logprobs"
+
+
+def test_prompt_logprobs_are_refused_in_a_stream() -> None:
+    assert refusal(prompt_logprobs=1, stream=True).param == "prompt_logprobs"
+    parse(echo=True, logprobs=1, stream=True).check_offered()
+
+
+def test_no_tokens_may_be_asked_for_where_the_prompt_is_the_answer() -> None:
+    assert refusal(max_tokens=0).param == "max_tokens"
+    assert refusal(max_tokens=0, logprobs=1).param == "max_tokens"
+    for fields in ({"echo": True}, {"echo": True, "logprobs": 1}, {"prompt_logprobs": 0}):
+        parse(max_tokens=0, **fields).check_offered()
+    chat = parse_body(ChatCompletionRequest, b'{"messages": [{"role": "user", "content": "a"}], "max_completion_tokens": 0}')
+    with pytest.raises(InvalidRequestError) as caught:
+        chat.check_offered()
+    assert caught.value.param == "max_tokens"

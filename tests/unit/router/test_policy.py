@@ -117,3 +117,20 @@ def test_popular_prefix_spreads_over_the_workers() -> None:
         counts[index] += 1
     assert max(counts[:]) <= 0.45 * 200
     assert sorted(waits_ms)[190] < 4 * service_ms
+
+
+def test_aggregated_decode_computes_every_prompt() -> None:
+    route = select(replace(FACTS, is_aggregated=True), [], [*DECODE, Candidate("e", 1, overlap_blocks=10, tokens_per_s=1000)])
+    assert route is not None and route.is_local
+    assert (route.decode.worker_id, route.decode_overlap_blocks) == ("e", 10)
+
+
+def test_a_scored_prompt_gains_nothing_from_a_cached_prefix_where_it_is_computed() -> None:
+    facts = replace(FACTS, is_scored=True)
+    workers = prefill_workers([1, 0])
+    workers[0] = replace(workers[0], overlap_blocks=31)
+    assert chosen(select(facts, workers, DECODE)) == "p1"
+    # Decode holds all but a tail: it would have to compute everything, so prefill does; but the blocks need not be sent again.
+    route = select(facts, workers, [replace(DECODE[0], overlap_blocks=31)])
+    assert route is not None and not route.is_local
+    assert (route.prefill_overlap_blocks, route.decode_overlap_blocks) == (0, 31)
