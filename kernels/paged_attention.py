@@ -28,6 +28,8 @@ CLASSIC_PARTITION_SIZE = 512
 STAGE_TOKENS = 64
 """Partitions are a multiple of what a thread block takes in at once."""
 MAX_PARTITIONS = 2048
+MAX_SEQS = 65535
+"""They are the grid's second dimension."""
 MIN_DEEP_TOKENS, MAX_DEEP_TOKENS = 128, 1024
 """Of a partition that has a multiprocessor to itself."""
 RAGGED_TOKENS = 1536
@@ -375,6 +377,8 @@ def _check(
     soft_cap: float | None,
 ) -> None:
     """Everything a kernel would take on trust. Looks at shapes, types and strides only: nothing here waits for the GPU."""
+    if len(query) > MAX_SEQS:
+        raise ValueError(f"query holds {len(query)} sequences; a GPU takes {MAX_SEQS} in one launch: call once for each such part")
     if query.dim() != 3:
         raise ValueError(f"query must be [num_seqs, num_heads, head_dim], not {list(query.shape)}")
     num_seqs, num_heads, head_dim = query.shape

@@ -92,6 +92,7 @@ def test_a_batch_of_empty_sequences_gives_zeros(version: str) -> None:
         ({"soft_cap": float("nan")}, "soft_cap must be positive"),
         ({"k_scale": torch.ones(2)}, "one number"),
         ({"out": torch.zeros(6, 6, 64)}, "out must be"),
+        ({"query": torch.zeros(1, 6, 64, dtype=torch.float16).expand(65536, -1, -1)}, "65535 in one launch"),
         ({"out": torch.zeros(6, 6, 64, dtype=torch.float16, device="meta")}, "out .* on"),
     ],
 )
