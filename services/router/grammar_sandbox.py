@@ -18,6 +18,7 @@ from collections.abc import Iterator
 import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
+from services.router.schema_recursion import check_recursion
 from shared.errors import InvalidRequestError
 from shared.grammar import new_matcher
 
@@ -42,6 +43,7 @@ class _Bytes:
 def grammar_of(kind: str, text: str) -> str:
     """`kind`: json (a schema), regex, choice (a JSON list of strings), lark, grammar (Lark or GBNF)."""
     if kind == "json":
+        check_recursion(json.loads(text))
         return llguidance.LLMatcher.grammar_from_json_schema(text)
     if kind == "regex":
         return llguidance.LLMatcher.grammar_from_regex(text)
@@ -61,13 +63,18 @@ def answer(tokenizer: llguidance.LLTokenizer, request: dict[str, str]) -> dict[s
     return {"grammar": grammar}
 
 
+def byte_tokenizer(vocab_size: int) -> llguidance.LLTokenizer:
+    """Bytes as tokens 0 to 255, EOS as 256."""
+    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes(max(257, vocab_size))), slices=[])
+
+
 def _requests() -> Iterator[dict[str, str]]:
     for line in sys.stdin:
         yield json.loads(line)
 
 
 def _serve() -> None:
-    tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes(max(257, int(sys.argv[1])))), slices=[])
+    tokenizer = byte_tokenizer(int(sys.argv[1]))
     for request in _requests():
         print(json.dumps(answer(tokenizer, request)), flush=True)
 
