@@ -11,11 +11,13 @@ import llguidance
 from shared.errors import InvalidRequestError
 
 _MAX_MESSAGE_CHARACTERS = 300
+_MAX_LEXER_FUEL = 300_000
+"""A third of the library's own limit, enough for an enum of 20,000 strings: what takes more can hold up a mask for seconds."""
 
 
 def new_matcher(tokenizer: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMatcher:
     """Compiled, at its start. Raises InvalidRequestError with the library's words for a grammar that is none or admits no text."""
-    limits = llguidance.LLParserLimits(verbose_errors=False)
+    limits = llguidance.LLParserLimits(verbose_errors=False, initial_lexer_fuel=_MAX_LEXER_FUEL)
     matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     if not matcher.is_error():
         # The first mask tells whether any text fits at all, and pays for what the library computes lazily.
