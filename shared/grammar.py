@@ -33,8 +33,8 @@ def check_matcher(matcher: llguidance.LLMatcher) -> None:
     text = matcher.get_error().replace("<non-verbose/>", "").strip()
     if text.startswith("NoExtension"):
         text = "no text can ever satisfy it"
-    elif text.startswith("panic"):
-        text = "it is too large"
+    elif text.startswith(("panic", "lexer", "parser", "initial lexer", "Parser Error: Current row")) or "too big" in text:
+        text = "it is too large or too complex; make it smaller or simpler"
     # The place is shown with the source around it, which the client knows.
     lines = [line.strip() for line in text.splitlines() if line.strip() and "|" not in line and line.strip() != "^"]
     raise InvalidRequestError(" ".join(lines)[:_MAX_MESSAGE_CHARACTERS] or "the library refuses it")

@@ -20,9 +20,10 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from services.router.schema_recursion import check_recursion
 from shared.errors import InvalidRequestError
-from shared.grammar import new_matcher
+from shared.grammar import check_matcher, new_matcher
 
 MAX_MEMORY_BYTES = 2 << 30
+NUM_STEPS = 4
 STACK_BYTES = 512 << 10
 """Much smaller than the stacks on which decode compiles, so that what passes here cannot overflow those."""
 
@@ -48,19 +49,30 @@ def grammar_of(kind: str, text: str) -> str:
     if kind == "regex":
         return llguidance.LLMatcher.grammar_from_regex(text)
     if kind == "choice":
-        return "start: " + " | ".join(json.dumps(choice) for choice in json.loads(text))
+        # One lexeme: as a rule, many choices would make the parser's rows too long.
+        return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(choice) for choice in json.loads(text)) + "\n"
     return text if kind == "lark" else str(any_to_lark(text))
 
 
 def answer(tokenizer: llguidance.LLTokenizer, request: dict[str, str]) -> dict[str, str]:
     try:
         grammar = grammar_of(request["kind"], request["text"])
-        new_matcher(tokenizer, grammar)
+        _walk(new_matcher(tokenizer, grammar))
     except InvalidRequestError as error:
         return {"error": error.message}
     except Exception as error:  # a converter's own way to refuse
         return {"error": str(error).partition("\n")[0][:300] or "it cannot be read"}
     return {"grammar": grammar}
+
+
+def _walk(matcher: llguidance.LLMatcher) -> None:
+    """A few steps into some text: grammars that are too complex mostly show it there."""
+    for _ in range(NUM_STEPS):
+        allowed = int.from_bytes(matcher.compute_bitmask(), "little")
+        check_matcher(matcher)
+        token_id = (allowed & -allowed).bit_length() - 1
+        if token_id < 0 or matcher.is_stopped() or not matcher.consume_token(token_id):
+            return
 
 
 def byte_tokenizer(vocab_size: int) -> llguidance.LLTokenizer:
