@@ -139,14 +139,11 @@ def test_what_cannot_be_satisfied_is_a_400_that_costs_no_block(stack: LocalStack
 
 def test_a_slow_grammar_is_computed_beside_the_steps_of_others(stack: LocalStack) -> None:
     """Its compilation takes longer than the prompt and its masks longer than a step: the sequence waits, the others go on."""
-    asking = threading.Thread(
-        target=lambda: slow.append(stack.complete("aaaa", 8, guided_regex="(a{300}){300}", ignore_eos=True)["choices"][0])
-    )
-    asking.start()
-    others = [stack.complete("1, 2, 3, 4, 5,", 24)["choices"][0]["text"] for _ in range(3)]
-    asking.join(60)
-    assert others == [" 6, 7, 8, 9, 10, 11, 12,"] * 3
-    assert re.fullmatch("a+", slow[0]["text"])
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(stack.complete, "aaaa", 8, guided_regex="(a{300}){300}", ignore_eos=True)
+        others = [stack.complete("1, 2, 3, 4, 5,", 24)["choices"][0]["text"] for _ in range(3)]
+        assert others == [" 6, 7, 8, 9, 10, 11, 12,"] * 3
+        assert re.fullmatch("a+", slow.result()["choices"][0]["text"])
 
 
 def test_a_grammar_that_becomes_too_complex_on_the_way_ends_only_its_own_request(stack: LocalStack) -> None:
