@@ -30,7 +30,7 @@ from shared.cache.kv_cache_manager import Reservation
 from shared.config import Settings
 from shared.engine.engine_core import StepResult
 from shared.engine.sampler import SampledToken, SamplingRow, sample
-from shared.engine.structured_output import Grammars, wait_until_ready
+from shared.engine.structured_output import MASK_GRACE_S, Grammars, wait_until_ready
 from shared.engine.worker_loop import WorkerLoop, deadline_at, milliseconds
 from shared.errors import InvalidRequestError
 from shared.messages import AbortRequest, DecodeRequest, FinishReason, PrefillRequest, RequestFailed, RequestOutput, WorkerTiming
@@ -67,6 +67,7 @@ class DecodeWorker(WorkerLoop):
         self._late: dict[str, tuple[DecodeSequence, torch.Tensor, float]] = {}
         """By the scheduler's request id: the hidden state of those that wait for their grammar, and until when."""
         self._grammars = Grammars(source.load_tokenizer, source.config.tokenizer_vocab_size, source.config.eos_token_ids)
+        self._mask_grace_s = MASK_GRACE_S
         self._lock = threading.RLock()
         self._hidden_nbytes = source.config.hidden_size * self.engine.dtype.itemsize
         self._counters = {"generation_tokens": 0, "local_prompt_tokens": 0, "kv_recompute_fallbacks": 0, "kv_transfer_failures": 0}
@@ -270,6 +271,8 @@ class DecodeWorker(WorkerLoop):
                 self._counters["local_prompt_tokens"] += num_prompt_tokens
         for part in result.prompt_logprobs:
             self.rpc.send(self._sequences[part.request_id].job.router, part)
+        # A sequence left out of this step's sampling costs a step of its own: on a machine of slow steps, waiting costs less.
+        self._mask_grace_s = max(MASK_GRACE_S, (result.end_ns - result.start_ns) / 4e9)
         completed = [self._sequences[request.request_id] for request in result.completed()]
         for sequence in completed:
             sequence.job.started_ns = sequence.job.started_ns or result.end_ns
@@ -331,7 +334,7 @@ class DecodeWorker(WorkerLoop):
     def _settle_late(self, sequences: list[DecodeSequence], hidden: torch.Tensor) -> None:
         """Those whose grammar is not ready wait beside the loop, with their hidden state; a request whose grammar cannot be used ends."""
         guided = [(index, sequence, sequence.guide) for index, sequence in enumerate(sequences) if sequence.guide is not None]
-        wait_until_ready(guide for _, _, guide in guided)
+        wait_until_ready((guide for _, _, guide in guided), self._mask_grace_s)
         for index, sequence, guide in guided:
             if sequence.request.request_id not in self._sequences:
                 continue

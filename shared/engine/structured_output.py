@@ -25,7 +25,7 @@ from shared.text.tokenizer import Tokenizer
 TokenMask = NDArray[np.uint32]
 """A bit per token, token t at bit t % 32 of word t // 32; [ceil(vocab_size / 32)]."""
 MASK_GRACE_S = 0.002
-"""How long a step waits for masks; nearly all are there long before."""
+"""How long a step waits for masks at least; nearly all are there long before."""
 MAX_NUM_COMPILED = 128
 _STACK_BYTES = 64 << 20
 """Address space, of which only what is used takes memory. The router's checker compiles on far less (services/router/grammar_sandbox)."""
@@ -197,7 +197,7 @@ class SequenceGuide:
         self._pending.cancel()
 
 
-def wait_until_ready(guides: Iterable[SequenceGuide], timeout_s: float = MASK_GRACE_S) -> None:
+def wait_until_ready(guides: Iterable[SequenceGuide], timeout_s: float) -> None:
     """At most `timeout_s`, whether or not all are ready then."""
     pending = [guide._pending for guide in guides if not guide.is_ready]
     if pending:

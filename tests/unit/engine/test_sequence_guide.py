@@ -175,7 +175,7 @@ def test_a_late_mask_is_not_waited_for_and_tells_when_it_is_there(tokenizer: Tok
     grammars = Grammars(load, VOCAB_SIZE, [EOS])
     guide = grammars.guide(params('start: "x"'))
     assert guide is not None
-    wait_until_ready([guide])
+    wait_until_ready([guide], 0.01)
     assert not guide.is_ready
     guide.when_ready(is_there.set)
     assert not is_there.is_set()
