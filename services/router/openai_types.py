@@ -32,6 +32,11 @@ NOT_OFFERED: Mapping[str, tuple[object, ...]] = {
     "suffix": ("",),
     "functions": ([],),
     "function_call": ("none", "auto"),
+    # Fields of chat alone, which a completion cannot follow.
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
     "modalities": (["text"],),
     "audio": (),
     "chat_template": (),
@@ -41,6 +46,10 @@ NOT_OFFERED: Mapping[str, tuple[object, ...]] = {
     "prompt_embeds": (),
     "lora_path": (),
 }
+
+_INSTEAD: Mapping[str, str] = dict.fromkeys(("functions", "function_call"), "by this server; use tools and tool_choice") | dict.fromkeys(
+    ("tools", "tool_choice", "chat_template_kwargs", "continue_final_message"), "by completions; use /v1/chat/completions"
+)
 
 
 def _check_prompt(value: Any) -> Any:
@@ -217,8 +226,7 @@ class GenerationRequest(StructuredOutputFields):
         """Raises InvalidRequestError naming the first field that asks for something not offered here."""
         for name, value in (self.model_extra or {}).items():
             if name in NOT_OFFERED and value is not None and not any(_same(value, default) for default in NOT_OFFERED[name]):
-                hint = "; use tools and tool_choice" if name in ("functions", "function_call") else "; leave it out"
-                raise InvalidRequestError(f"{name} is not supported by this server{hint}", param=name)
+                raise InvalidRequestError(f"{name} is not supported {_INSTEAD.get(name, 'by this server; leave it out')}", param=name)
         self._check_sequences()
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options is only allowed when stream is true", param="stream_options")
