@@ -212,7 +212,7 @@ def mask_of(*token_ids: int) -> TokenMask:
 
 
 def masked(mask: TokenMask, stops: tuple[int, ...] = (), **params: Any) -> SamplingRow:
-    return SamplingRow(SamplingParams(**{"temperature": 0.0, **params}), 1, [], 0, frozenset(stops), mask)
+    return SamplingRow(SamplingParams(**{"temperature": 0.0, **params}), 1, [], 0, frozenset(stops), grammar_mask=mask)
 
 
 def test_only_what_the_grammar_allows_is_drawn_and_only_in_its_row() -> None:

@@ -90,6 +90,21 @@ def test_state_is_a_function_of_grammar_and_output(grammars: Grammars, tokenizer
     assert (rebuilt.mask == ready(grammars.guide(params(schema=OBJECT), output)).mask).all(), "sequences share no state"
 
 
+def test_forks_stand_where_their_parent_stood_and_then_go_their_own_ways(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    a, b = tokenizer.encode("a") + tokenizer.encode("b")
+    parent = push(ready(grammars.guide(params("start: /a(aa|bb|ab)x/"))), a)
+    children = [parent.fork(), parent.fork()]
+    assert all(child.is_ready and (child.mask == parent.mask).all() for child in children)
+    push(children[0], b)
+    assert allowed(parent.mask) == allowed(children[1].mask) == {a, b}
+    push(parent, a, a)
+    grandchild = children[1].fork()
+    push(children[1], a, b)
+    assert allowed(children[0].mask) == {b}
+    assert allowed(parent.mask) == allowed(children[1].mask) == set(tokenizer.encode("x"))
+    assert allowed(grandchild.mask) == {a, b}
+
+
 def test_a_grammar_is_compiled_once(grammars: Grammars) -> None:
     before = grammars.num_compiled
     for _ in range(5):
