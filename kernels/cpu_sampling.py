@@ -53,6 +53,15 @@ def token_logprobs(
     return logprobs, ranks, top_ids, top_logprobs
 
 
+def apply_token_mask(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
+    """As `kernels.reference.apply_token_mask`."""
+    bits = np.unpackbits(~masks.numpy().view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
+    forbidden = torch.from_numpy(bits.view(np.bool_))
+    for row, is_forbidden in zip(rows.tolist(), forbidden, strict=True):
+        if 0 <= row < logits.shape[0]:
+            logits[row].masked_fill_(is_forbidden, NEG_INF)
+
+
 def most_likely(x: torch.Tensor, count: int) -> torch.Tensor:
     """Indices of the `count` largest, ties by index: the first of a stable descending sort. x holds no NaN."""
     # At least `count` elements reach the count-th largest maximum of any groups; with enough groups, hardly more do.

@@ -245,7 +245,7 @@ for _name, _on_cpu, _on_cuda in (
     ("record_tokens", reference.record_tokens, _record_tokens_cuda),
     ("apply_penalties", cpu_sampling.apply_penalties, _apply_penalties_cuda),
     ("apply_token_bias", reference.apply_token_bias, _apply_token_bias_cuda),
-    ("apply_token_mask", reference.apply_token_mask, _apply_token_mask_cuda),
+    ("apply_token_mask", cpu_sampling.apply_token_mask, _apply_token_mask_cuda),
 ):
     LIBRARY.impl(_name, _on_cpu, "CPU")
     LIBRARY.impl(_name, _on_cuda, "CUDA")

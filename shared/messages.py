@@ -140,6 +140,8 @@ class RequestFailed(Message):
     message: str
     error_type: Literal["invalid_request", "overloaded", "unavailable", "deadline", "transfer", "internal"]
     retryable: bool
+    param: str | None = None
+    """The request field at fault, if one is."""
     retry_after_s: float | None = None
 
 

@@ -8,6 +8,15 @@ GREEDY_TEMPERATURE = 1e-5
 """Below this a row is greedy: argmax, never a division by the temperature."""
 
 
+class StructuredOutput(BaseModel):
+    """A grammar that the answer must match, as llguidance reads it (shared/grammar.py), and the request field that asked for it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    grammar: str
+    param: str
+
+
 class SamplingParams(BaseModel):
     """Immutable; `decode(encode(p)) == p` for every field. "Off" values: top_k <= 0, top_p 1, min_p 0, penalties 0 / 0 / 1."""
 
@@ -22,6 +31,9 @@ class SamplingParams(BaseModel):
     repetition_penalty: float = Field(1.0, ge=0.01, le=100.0, allow_inf_nan=False)
     logit_bias: dict[int, float] = Field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    """Texts that must not occur in the output, however it is cut into tokens."""
+    structured_output: StructuredOutput | None = None
     seed: int | None = None
     max_tokens: int = Field(16, ge=0)
     """0: the prompt is computed, for its log-probabilities, and nothing is generated."""

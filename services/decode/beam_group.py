@@ -25,6 +25,8 @@ def advance(job: DecodeJob, search: BeamSearch, table: SequenceTable) -> list[Hy
     for continuation in continuations:
         sequence = job.sequences[continuation.index]
         sequence.request.token_ids.append(continuation.token_id)
+        if sequence.guide is not None:
+            sequence.guide.push(continuation.token_id)
         table.resume(sequence)
     return None
 

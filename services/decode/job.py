@@ -10,6 +10,7 @@ from opentelemetry.trace import Span
 from services.decode.beam_search import BeamSearch
 from shared import telemetry
 from shared.engine.sampler import SamplingRow
+from shared.engine.structured_output import SequenceGuide
 from shared.request import Request
 from shared.sampling_params import SamplingParams
 
@@ -20,14 +21,18 @@ class DecodeSequence:
 
     job: DecodeJob
     request: Request
+    guide: SequenceGuide | None = None
+    """Where it stands in its grammar and towards its bad words, if it has any."""
 
     @property
     def index(self) -> int:
         return self.request.sequence_index
 
     def sampling_row(self) -> SamplingRow:
+        """Only when its guide, if it has one, is ready."""
         job, request = self.job, self.request
-        return SamplingRow(job.params, job.seed, request.token_ids, request.num_prompt_tokens, job.stop_ids, self.index)
+        mask = self.guide.mask if self.guide is not None else None
+        return SamplingRow(job.params, job.seed, request.token_ids, request.num_prompt_tokens, job.stop_ids, self.index, mask)
 
 
 @dataclass(eq=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from services.decode.job import DecodeJob, DecodeSequence
 from shared.cache.kv_cache_manager import KVCacheManager
+from shared.engine.structured_output import SequenceGuide
 from shared.request import RequestStatus
 from shared.scheduler import Scheduler
 
@@ -40,9 +41,9 @@ class SequenceTable:
     def num_uncomputed_tokens(self) -> int:
         return sum(sequence.request.num_uncomputed_tokens for sequence in list(self._sequences.values()))
 
-    def add(self, job: DecodeJob) -> None:
+    def add(self, job: DecodeJob, guide: SequenceGuide | None = None) -> None:
         """The first sequence of a request."""
-        self._enter(DecodeSequence(job, job.request))
+        self._enter(DecodeSequence(job, job.request, guide))
 
     def fork(self, parent: DecodeSequence, index: int) -> DecodeSequence:
         """Another sequence with the tokens that `parent` has now. It runs on the parent's blocks if there is room for one more row."""
@@ -53,7 +54,7 @@ class SequenceTable:
             self._scheduler.add_running(request)
         else:
             self._scheduler.add(request)
-        return self._enter(DecodeSequence(parent.job, request))
+        return self._enter(DecodeSequence(parent.job, request, parent.guide.fork() if parent.guide is not None else None))
 
     def end(self, sequence: DecodeSequence) -> None:
         """Forget it and give back the blocks that it alone holds. Safe to call again."""
@@ -64,6 +65,8 @@ class SequenceTable:
         sequence.job.num_preemptions += request.num_preemptions
         self._take_out(sequence)
         self._set_aside.discard(request.request_id)
+        if sequence.guide is not None:
+            sequence.guide.close()
         request.status = RequestStatus.FINISHED
 
     def set_aside(self, sequence: DecodeSequence) -> None:

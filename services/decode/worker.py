@@ -30,15 +30,21 @@ from shared.cache.kv_cache_manager import Reservation
 from shared.config import Settings
 from shared.engine.engine_core import StepResult
 from shared.engine.sampler import SampledToken, SamplingRow, sample
+from shared.engine.structured_output import MASK_GRACE_S, Grammars, wait_until_ready
 from shared.engine.worker_loop import WorkerLoop, deadline_at, milliseconds
+from shared.errors import InvalidRequestError
 from shared.messages import AbortRequest, DecodeRequest, FinishReason, PrefillRequest, RequestFailed, RequestOutput, WorkerTiming
 from shared.model_files.model_source import ModelSource
 from shared.model_files.weight_reader import PendingWeights
 from shared.request import Request, RequestStatus
+from shared.sampling_params import SamplingParams
 from shared.transport.connector import CommitInfo
 from shared.transport.receiver import KVReceiver
 
 logger = logging.getLogger(__name__)
+
+GRAMMAR_TIMEOUT_S = 20.0
+"""A request whose grammar keeps it waiting for longer ends. The router lets no grammar pass that took longer than a few seconds."""
 
 
 class DecodeWorker(WorkerLoop):
@@ -57,7 +63,11 @@ class DecodeWorker(WorkerLoop):
         self._sequences = SequenceTable(self.engine.manager, self.engine.scheduler, settings.max_num_seqs)
         self._by_transfer: dict[str, str] = {}
         self._reserve_queue: deque[DecodeJob] = deque()
-        self._committed: list[tuple[DecodeJob, bytes]] = []
+        self._committed: list[tuple[DecodeSequence, torch.Tensor]] = []
+        self._late: dict[str, tuple[DecodeSequence, torch.Tensor, float]] = {}
+        """By the scheduler's request id: the hidden state of those that wait for their grammar, and until when."""
+        self._grammars = Grammars(source.load_tokenizer, source.config.tokenizer_vocab_size, source.config.eos_token_ids)
+        self._mask_grace_s = MASK_GRACE_S
         self._lock = threading.RLock()
         self._hidden_nbytes = source.config.hidden_size * self.engine.dtype.itemsize
         self._counters = {"generation_tokens": 0, "local_prompt_tokens": 0, "kv_recompute_fallbacks": 0, "kv_transfer_failures": 0}
@@ -94,7 +104,7 @@ class DecodeWorker(WorkerLoop):
             router,
             params,
             seed=secrets.randbits(63) if params.seed is None else params.seed,
-            eos_token_ids=frozenset() if params.ignore_eos else frozenset(self.engine.config.eos_token_ids),
+            eos_token_ids=self._eos_token_ids(params),
             attempt=message.attempt,
             span=span,
             num_sequences=message.num_sequences,
@@ -105,7 +115,7 @@ class DecodeWorker(WorkerLoop):
                 self._refuse(router, message.request_id, "the decode queue is full", "overloaded")
                 return
             self._jobs[message.request_id] = job
-            self._sequences.add(job)
+            self._sequences.add(job, self._grammars.guide(params))
             if message.transfer_id is not None:
                 self._by_transfer[message.transfer_id] = message.request_id
                 # The wait for room may be long; an offer that comes meanwhile waits as long as the request does.
@@ -114,13 +124,19 @@ class DecodeWorker(WorkerLoop):
             # Reserving here, not in the engine's next turn, lets the grant overlap the running step.
             self._reserve_from_queue()
 
+    def _eos_token_ids(self, params: SamplingParams) -> frozenset[int]:
+        """The model's own ids that end an answer. A grammar lets them through only where the answer is complete, to one that ignores
+        EOS only where nothing else is left."""
+        is_ignored = params.ignore_eos and params.structured_output is None
+        return frozenset() if is_ignored else frozenset(self.engine.config.eos_token_ids)
+
     def _beam_search(self, message: DecodeRequest) -> BeamSearch | None:
         if message.beam_search is None:
             return None
         sampling = message.sampling
-        eos_token_ids = () if sampling.ignore_eos else self.engine.config.eos_token_ids
+        eos_token_ids = self._eos_token_ids(sampling)
         max_tokens = max(1, min(sampling.max_tokens, self.engine.max_model_len - len(message.token_ids)))
-        return BeamSearch(message.beam_search, max_tokens, frozenset(eos_token_ids), frozenset(sampling.stop_token_ids))
+        return BeamSearch(message.beam_search, max_tokens, eos_token_ids, frozenset(sampling.stop_token_ids))
 
     def _refuse(self, router: bytes, request_id: str, text: str, error_type: str) -> None:
         failure = {"request_id": request_id, "message": text, "error_type": error_type, "retryable": error_type != "invalid_request"}
@@ -200,7 +216,7 @@ class DecodeWorker(WorkerLoop):
         request.num_cached_tokens = info.num_cached_tokens
         self.engine.manager.publish_full_blocks(request)
         self.engine.scheduler.add_running(request)
-        self._committed.append((job, hidden_state))
+        self._committed.append((job.sequences[0], torch.frombuffer(bytearray(hidden_state), dtype=self.engine.dtype)))
 
     def _transfer_failed(self, transfer_id: str, reason: str) -> None:
         job = self._jobs.get(self._by_transfer.pop(transfer_id, ""))
@@ -230,12 +246,13 @@ class DecodeWorker(WorkerLoop):
         now_s = self.clock.now_s()
         for request_id in [i for i, job in list(self._jobs.items()) if job.request.deadline_at_s <= now_s]:
             self._end(request_id, "the request's deadline passed", "deadline")
+        for sequence in [sequence for sequence, _, give_up_s in self._late.values() if give_up_s <= now_s]:
+            self._refuse_grammar(sequence.job, f"its grammar took longer than {GRAMMAR_TIMEOUT_S:g} s")
         self._reserve_from_queue()
         committed, self._committed = self._committed, []
-        committed = [(job, hidden) for job, hidden in committed if job.request.request_id in self._jobs]
+        committed = [(sequence, hidden) for sequence, hidden in committed if sequence.request.request_id in self._sequences]
         if committed:
-            rows = [torch.frombuffer(bytearray(hidden), dtype=self.engine.dtype) for _, hidden in committed]
-            self._generate([job.sequences[0] for job, _ in committed], torch.stack(rows))
+            self._generate([sequence for sequence, _ in committed], torch.stack([hidden for _, hidden in committed]))
         for job in list(self._jobs.values()):
             if job.beam_search is not None:
                 beam_group.release_idle(job, job.beam_search, self._sequences)
@@ -254,6 +271,8 @@ class DecodeWorker(WorkerLoop):
                 self._counters["local_prompt_tokens"] += num_prompt_tokens
         for part in result.prompt_logprobs:
             self.rpc.send(self._sequences[part.request_id].job.router, part)
+        # A sequence left out of this step's sampling costs a step of its own: on a machine of slow steps, waiting costs less.
+        self._mask_grace_s = max(MASK_GRACE_S, (result.end_ns - result.start_ns) / 4e9)
         completed = [self._sequences[request.request_id] for request in result.completed()]
         for sequence in completed:
             sequence.job.started_ns = sequence.job.started_ns or result.end_ns
@@ -262,11 +281,17 @@ class DecodeWorker(WorkerLoop):
 
     def _generate(self, sequences: list[DecodeSequence], hidden: torch.Tensor) -> None:
         """hidden: [len(sequences), hidden_size], the last hidden state of each; samples and sends one token each, and at the first
-        token of a request one for each of its sequences. A beam search takes its row and goes on when all its beams have theirs."""
+        token of a request one for each of its sequences. A beam search takes its row and goes on when all its beams have theirs.
+        Those whose grammar is not ready are sampled when it is."""
         for sequence in sequences:
             if sequence.job.params.max_tokens == 0:
                 self._end_without_token(sequence.job)
-        wanted = [index for index, sequence in enumerate(sequences) if sequence.job.params.max_tokens > 0]
+        self._settle_late(sequences, hidden)
+        wanted = [
+            index
+            for index, sequence in enumerate(sequences)
+            if sequence.request.request_id in self._sequences and sequence.request.request_id not in self._late
+        ]
         if not wanted:
             return
         sequences, hidden = [sequences[index] for index in wanted], hidden[wanted]
@@ -294,14 +319,47 @@ class DecodeWorker(WorkerLoop):
         rows = [sequence.sampling_row() for sequence in sequences]
         try:
             tokens: list[SampledToken | Exception] = [*sample(logits, rows)]
-        except Exception:  # one bad row must not take the others with it
-            logger.exception("sampling a batch failed")
+        except Exception as error:  # one bad row must not take the others with it
+            if not isinstance(error, InvalidRequestError):
+                logger.exception("sampling a batch failed")
             tokens = [self._sample_alone(logits[index : index + 1], row) for index, row in enumerate(rows)]
         for sequence, token in zip(sequences, tokens, strict=True):
-            if isinstance(token, Exception):
+            if isinstance(token, InvalidRequestError):
+                self._refuse_grammar(sequence.job, token.message)
+            elif isinstance(token, Exception):
                 self._end(sequence.job.request.request_id, f"sampling failed: {token}", "internal")
             elif sequence.request.request_id in self._sequences:  # a failed sibling takes it along
                 self._emit(sequence, token)
+
+    def _settle_late(self, sequences: list[DecodeSequence], hidden: torch.Tensor) -> None:
+        """Those whose grammar is not ready wait beside the loop, with their hidden state; a request whose grammar cannot be used ends."""
+        guided = [(index, sequence, sequence.guide) for index, sequence in enumerate(sequences) if sequence.guide is not None]
+        wait_until_ready((guide for _, _, guide in guided), self._mask_grace_s)
+        for index, sequence, guide in guided:
+            if sequence.request.request_id not in self._sequences:
+                continue
+            if not guide.is_ready:
+                self._late[sequence.request.request_id] = (sequence, hidden[index].clone(), self.clock.now_s() + GRAMMAR_TIMEOUT_S)
+                guide.when_ready(partial(self.post, partial(self._take_late, sequence)))
+                continue
+            # It may have been late and then, preempted, come here again: one token for each mask.
+            self._late.pop(sequence.request.request_id, None)
+            try:
+                _ = guide.mask
+            except InvalidRequestError as error:
+                self._refuse_grammar(sequence.job, error.message)
+            except Exception as error:
+                logger.exception("a grammar failed")
+                self._end(sequence.job.request.request_id, f"its grammar failed: {error}", "internal")
+
+    def _take_late(self, sequence: DecodeSequence) -> None:
+        held = self._late.pop(sequence.request.request_id, None)
+        if held is not None:
+            self._committed.append((sequence, held[1]))
+
+    def _refuse_grammar(self, job: DecodeJob, reason: str) -> None:
+        param = "bad_words" if job.params.structured_output is None else job.params.structured_output.param
+        self._end(job.request.request_id, f"the answer cannot go on: {reason}", "invalid_request", param)
 
     def _sample_alone(self, logits: torch.Tensor, row: SamplingRow) -> SampledToken | Exception:
         try:
@@ -327,6 +385,8 @@ class DecodeWorker(WorkerLoop):
         ))  # fmt: skip
         if finish_reason is not None:
             self._end_sequence(sequence)
+        elif sequence.guide is not None:
+            sequence.guide.push(token.token_id)
 
     def _send_token(self, job: DecodeJob, output: RequestOutput) -> None:
         self._counters["generation_tokens"] += 1
@@ -364,6 +424,9 @@ class DecodeWorker(WorkerLoop):
     def _advance_beams(self, job: DecodeJob, search: BeamSearch) -> None:
         try:
             hypotheses = beam_group.advance(job, search, self._sequences)
+        except InvalidRequestError as error:
+            self._refuse_grammar(job, error.message)
+            return
         except Exception as error:
             logger.exception("a step of a beam search failed")
             self._end(job.request.request_id, f"beam search failed: {error}", "internal")
@@ -400,9 +463,13 @@ class DecodeWorker(WorkerLoop):
     # ---- engine thread: how a request ends ----------------------------------------------------------------------------
     def _end_sequence(self, sequence: DecodeSequence) -> None:
         """It gives its own blocks back at once; the request ends with its last sequence."""
-        self._sequences.end(sequence)
+        self._forget(sequence)
         if not sequence.job.sequences:
             self._end(sequence.job.request.request_id, None)
+
+    def _forget(self, sequence: DecodeSequence) -> None:
+        self._late.pop(sequence.request.request_id, None)
+        self._sequences.end(sequence)
 
     def _abort_sequence(self, request_id: str, index: int) -> None:
         job = self._jobs.get(request_id)
@@ -410,7 +477,7 @@ class DecodeWorker(WorkerLoop):
         if job is not None and job.beam_search is None and index in job.sequences and job.num_sent_tokens:
             self._end_sequence(job.sequences[index])
 
-    def _end(self, request_id: str, failure: str | None, error_type: str = "unavailable") -> None:
+    def _end(self, request_id: str, failure: str | None, error_type: str = "unavailable", param: str | None = None) -> None:
         """Forget a request, wherever it stands, and give its blocks back. `failure` None: it finished. Safe to call again."""
         with self._lock:
             job = self._jobs.pop(request_id, None)
@@ -422,7 +489,7 @@ class DecodeWorker(WorkerLoop):
         if request.transfer_id is not None and self._by_transfer.pop(request.transfer_id, None) is not None:
             self._receiver.abort(request.transfer_id, failure or "finished")  # returns when no lane writes into our blocks
         for sequence in list(job.sequences.values()):
-            self._sequences.end(sequence)
+            self._forget(sequence)
         now_ns = time.time_ns()
         job.span.set_attributes(
             {
@@ -436,7 +503,7 @@ class DecodeWorker(WorkerLoop):
         if failure is not None:
             if not failure.startswith("aborted"):
                 retryable = error_type == "unavailable" or (error_type == "internal" and job.num_sent_tokens == 0)
-                failed = {"request_id": request_id, "message": failure, "error_type": error_type, "retryable": retryable}
+                failed = {"request_id": request_id, "message": failure, "error_type": error_type, "retryable": retryable, "param": param}
                 self.rpc.send(job.router, RequestFailed.model_validate(failed))
             return
         self.rpc.send(job.router, WorkerTiming(
@@ -466,3 +533,4 @@ class DecodeWorker(WorkerLoop):
 
     def close_transport(self) -> None:
         self._receiver.close()
+        self._grammars.close()

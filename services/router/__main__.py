@@ -16,8 +16,10 @@ import zmq.asyncio
 from services.router.app import RouterParts, create_app
 from services.router.dispatcher import Dispatcher
 from services.router.frontend import Frontend
+from services.router.grammar_checker import GrammarChecker
 from services.router.metrics import RouterMetrics
 from services.router.served_model import ChatRenderer, ServedModel
+from services.router.tool_calls import family_of, takes_tools
 from services.router.workers import Compatibility, WorkerDirectory, WorkerRole
 from shared.cache.redis_prefix_index import RedisPrefixIndexReader, make_async_client
 from shared.clock import SystemClock
@@ -48,12 +50,14 @@ def load_model(settings: Settings) -> ServedModel:
         vocab_size=source.config.tokenizer_vocab_size,
         tokenizer=tokenizer,
         render_chat=_chat_renderer(source.chat_template, tokenizer) if source.chat_template is not None else None,
+        takes_tools=takes_tools(source.chat_template or ""),
+        tool_family=family_of(source.chat_template or ""),
     )
 
 
 def _chat_renderer(source: str, tokenizer: Tokenizer) -> ChatRenderer:
     template = ChatTemplate(source, tokenizer.special_token_texts)
-    return lambda messages, add_generation_prompt: template.render(messages, add_generation_prompt=add_generation_prompt)
+    return lambda messages, opens_turn, variables: template.render(messages, **{**variables, "add_generation_prompt": opens_turn})
 
 
 def build_parts(settings: Settings, model: ServedModel) -> RouterParts:
@@ -68,9 +72,11 @@ def build_parts(settings: Settings, model: ServedModel) -> RouterParts:
     index = RedisPrefixIndexReader(client, settings.redis_namespace)
     metrics = RouterMetrics(model.name, directory)
     dispatcher = Dispatcher(directory, index, metrics, tracer, settings, model.fingerprint)
-    frontend = Frontend(model, directory, dispatcher, metrics, tracer, settings)
+    checker = GrammarChecker(model.vocab_size)
+    frontend = Frontend(model, directory, dispatcher, metrics, tracer, settings, checker)
 
     async def stop() -> None:
+        checker.close()
         await directory.close()
         await index.close()
         await client.aclose()

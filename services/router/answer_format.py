@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from services.router.choice import TokenPiece
 from services.router.prompt_logprobs import PromptReport, first_alternatives
+from services.router.tool_calls import Json, ParsedText, ToolCallParser, merged_calls
 from shared.messages import TokenLogprobs
 from shared.text.tokenizer import Tokenizer
-
-Json = dict[str, Any]
 
 
 @dataclass
@@ -125,19 +124,34 @@ class CompletionFormat:
 
 
 class ChatFormat:
-    def __init__(self, head: AnswerHead, tokenizer: Tokenizer, tokens_as_ids: bool = False) -> None:
+    """`new_parser`: makes what finds the tool calls in a choice's text; None: there are none to be found."""
+
+    def __init__(
+        self,
+        head: AnswerHead,
+        tokenizer: Tokenizer,
+        tokens_as_ids: bool = False,
+        new_parser: Callable[[], ToolCallParser] | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         self._tokens_as_ids = tokens_as_ids
         self._head = {"id": head.answer_id, "object": "chat.completion", "created": head.created, "model": head.model}
         self._chunk_head = {**self._head, "object": "chat.completion.chunk"}
+        self._new_parser = new_parser
+        self._parsers: dict[int, ToolCallParser] = {}
 
     def chunk(self, index: int, piece: TokenPiece, is_first: bool, prefix: str) -> Json:
-        delta = {"role": "assistant", "content": piece.text} if is_first else {"content": piece.text}
+        delta: Json = {"content": piece.text}
+        finish_reason: str | None = piece.finish_reason
+        if self._new_parser is not None:
+            parser = self._parsers.setdefault(index, self._new_parser())
+            delta = _as_delta(_parse(parser, [piece]))
+            finish_reason = _reason_of(parser, piece)
         choice = {
             "index": index,
-            "delta": delta,
+            "delta": {"role": "assistant", **delta} if is_first else delta,
             "logprobs": self._logprobs([piece]),
-            "finish_reason": piece.finish_reason,
+            "finish_reason": finish_reason,
             "stop_reason": piece.stop_reason,
         }
         return {**self._chunk_head, "choices": [choice]}
@@ -146,17 +160,25 @@ class ChatFormat:
         return {**self._chunk_head, "choices": [], "usage": usage.as_json()}
 
     def whole(self, choices: Sequence[Sequence[TokenPiece]], prefixes: Sequence[str], usage: Usage) -> Json:
-        bodies = [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": "".join(piece.text for piece in pieces), "refusal": None},
-                "logprobs": self._logprobs(pieces),
-                "finish_reason": pieces[-1].finish_reason,
-                "stop_reason": pieces[-1].stop_reason,
-            }
-            for index, pieces in enumerate(choices)
-        ]
-        return {**self._head, "choices": bodies, "usage": usage.as_json()}
+        return {**self._head, "choices": [self._whole_choice(*choice) for choice in enumerate(choices)], "usage": usage.as_json()}
+
+    def _whole_choice(self, index: int, pieces: Sequence[TokenPiece]) -> Json:
+        message: Json = {"role": "assistant", "content": "".join(piece.text for piece in pieces), "refusal": None}
+        finish_reason: str | None = pieces[-1].finish_reason
+        if self._new_parser is not None:
+            parser = self._new_parser()
+            parsed = _parse(parser, pieces)
+            message["content"] = parsed.content or (None if parsed.calls else "")
+            if parsed.calls:
+                message["tool_calls"] = merged_calls(parsed.calls)
+            finish_reason = _reason_of(parser, pieces[-1])
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs(pieces),
+            "finish_reason": finish_reason,
+            "stop_reason": pieces[-1].stop_reason,
+        }
 
     def _logprobs(self, pieces: Sequence[TokenPiece]) -> Json | None:
         content = [
@@ -184,6 +206,24 @@ class ChatFormat:
         raw = self._tokenizer.token_bytes(token_id)
         text = f"token_id:{token_id}" if self._tokens_as_ids else raw.decode("utf-8", errors="replace")
         return {"token": text, "logprob": logprob, "bytes": list(raw)}
+
+
+def _parse(parser: ToolCallParser, pieces: Sequence[TokenPiece]) -> ParsedText:
+    """The text of the next pieces of a choice, what was held back included if it ends with them."""
+    parsed = parser.push("".join(piece.text for piece in pieces))
+    if pieces[-1].finish_reason is not None:
+        parsed.content += parser.finish().content
+    return parsed
+
+
+def _as_delta(parsed: ParsedText) -> Json:
+    if not parsed.calls:
+        return {"content": parsed.content}
+    return {**({"content": parsed.content} if parsed.content else {}), "tool_calls": parsed.calls}
+
+
+def _reason_of(parser: ToolCallParser, piece: TokenPiece) -> str | None:
+    return "tool_calls" if piece.finish_reason == "stop" and parser.num_calls else piece.finish_reason
 
 
 def _alternatives(token_id: int, entry: TokenLogprobs) -> Iterable[tuple[int, float]]:

@@ -36,6 +36,8 @@ class TextOptions:
     stops: Sequence[str] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
+    shown_special_ids: frozenset[int] = frozenset()
+    """Special tokens that are text all the same: the markers of tool calls."""
     continues_text: bool = True
     min_tokens: int = 0
 
@@ -44,7 +46,9 @@ class ChoiceAssembler:
     """Feed every RequestOutput of one choice to `push`, in order, until a piece has a finish_reason."""
 
     def __init__(self, tokenizer: Tokenizer, options: TextOptions) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer, options.skip_special_tokens, continues_text=options.continues_text)
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, options.skip_special_tokens, continues_text=options.continues_text, shown=options.shown_special_ids
+        )
         self._matcher = StopStringMatcher(options.stops, options.include_stop)
         self._options = options
         self._num_characters = 0

@@ -389,4 +389,4 @@ def _as_error(failure: RequestFailed) -> PagewireError:
     retry_after_s = failure.retry_after_s
     if retry_after_s is None and error_class is OverloadedError:
         retry_after_s = 1.0
-    return error_class(failure.message, retry_after_s=retry_after_s)
+    return error_class(failure.message, param=failure.param, retry_after_s=retry_after_s)

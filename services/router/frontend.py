@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 from opentelemetry.trace import Tracer
 
 from services.router.answer_format import AnswerFormat, AnswerHead, ChatFormat, CompletionFormat, Usage
 from services.router.choice import ChoiceAssembler, TextOptions
 from services.router.dispatcher import Dispatcher, EngineRequest, Prompt
+from services.router.grammar_checker import GrammarChecker
 from services.router.in_flight import InFlightLimit
 from services.router.metrics import RouterMetrics
 from services.router.observation import Receipt, RequestObservation
@@ -26,13 +29,17 @@ from services.router.openai_types import (
     TokenizeRequest,
 )
 from services.router.prompt_logprobs import PromptLogprobsAssembler, PromptReport, text_offsets
+from services.router.response_format import AskedGrammar, asked_grammar
 from services.router.served_model import ServedModel, resolve_max_tokens
 from services.router.streaming import AnswerOptions, GenerationResponse, PlannedPrompt
+from services.router.tools import tool_use, with_parsed_arguments
 from services.router.workers import WorkerDirectory
 from shared.config import Settings
 from shared.errors import InvalidRequestError, PagewireError
 from shared.ids import new_request_id
+from shared.sampling_params import StructuredOutput
 from shared.telemetry import OPERATION_CHAT, OPERATION_COMPLETION, SPAN_TOKENIZE, start_span
+from shared.text.chat_template import up_to_final_message
 
 IGNORED_FIELDS_HEADER = "x-pagewire-ignored-fields"
 _MAX_HEADER_CHARACTERS = 512
@@ -58,7 +65,9 @@ class Frontend:
         metrics: RouterMetrics,
         tracer: Tracer,
         settings: Settings,
+        grammar_checker: GrammarChecker,
     ) -> None:
+        self._grammar_checker = grammar_checker
         self._model = model
         self._directory = directory
         self._dispatcher = dispatcher
@@ -80,27 +89,42 @@ class Frontend:
             self._check(body)
             prompts = body.prompts()
             self._in_flight.check(len(prompts) * body.num_sequences)
+            structured_output = await self._structured_output(asked_grammar(body))
             with self._tokenizing(observation) as sizes:
                 tokenized = [await self._tokenize_prompt(body, prompt) for prompt in prompts]
                 sizes.extend(len(prompt.token_ids) for prompt in tokenized)
+            options = _text_options(body, continues_text=True)
             num_echo_logprobs = body.num_echo_logprobs
-            planned = self._plan(body, tokenized, head, observation, DEFAULT_COMPLETION_MAX_TOKENS, True, num_echo_logprobs)
+            max_tokens = DEFAULT_COMPLETION_MAX_TOKENS
+            planned = self._plan(body, tokenized, head, observation, max_tokens, options, num_echo_logprobs, structured_output)
         return self._response(body, planned, answer_format, observation)
 
     async def chat(self, body: ChatCompletionRequest, receipt: Receipt) -> GenerationResponse:
         """As `complete`, for a conversation; by default the answer may fill the context."""
         head = self._head("chatcmpl")
-        answer_format = ChatFormat(head, self._model.tokenizer, bool(body.return_tokens_as_token_ids))
         observation = self._observe(OPERATION_CHAT, head, body, receipt)
         with _failing(observation):
             self._check(body)
             self._in_flight.check(body.num_sequences)
+            tools = tool_use(body, self._model.name, self._model.takes_tools, self._model.tool_family)
+            markers = self._model.special_ids(tools.family.markers) if tools is not None else {}
+            call_grammar = tools.grammar(markers) if tools is not None else None
+            structured_output = await self._structured_output(_only_one(asked_grammar(body), call_grammar))
+            variables = {**(body.chat_template_kwargs or {}), **({"tools": tools.definitions} if tools is not None else {})}
             with self._tokenizing(observation) as sizes:
                 token_ids = await self._tokenize_chat(
-                    body.messages, body.add_generation_prompt is not False, body.add_special_tokens is not False
+                    body.messages,
+                    body.add_generation_prompt is not False and not body.continue_final_message,
+                    body.add_special_tokens is not False,
+                    variables,
+                    bool(body.continue_final_message),
                 )
-                sizes.append(len(token_ids))
-            planned = self._plan(body, [_TokenizedPrompt(token_ids)], head, observation, None, False, None)
+                prompt = _TokenizedPrompt(self._truncated(body, token_ids, None))
+                sizes.append(len(prompt.token_ids))
+            options = _text_options(body, bool(body.continue_final_message), frozenset(markers.values()))
+            planned = self._plan(body, [prompt], head, observation, None, options, None, structured_output)
+        new_parser = tools.parser if tools is not None else None
+        answer_format = ChatFormat(head, self._model.tokenizer, bool(body.return_tokens_as_token_ids), new_parser)
         return self._response(body, planned, answer_format, observation)
 
     async def tokenize(self, body: TokenizeRequest) -> list[int]:
@@ -137,15 +161,48 @@ class Frontend:
     async def _tokenize_prompt(self, body: CompletionRequest, prompt: str | list[int]) -> _TokenizedPrompt:
         if isinstance(prompt, str):
             token_ids = await self._model.encode(prompt, body.add_special_tokens is not False)
-            return _TokenizedPrompt(token_ids, prompt if body.echo else "")
-        self._model.check_prompt_ids(prompt)
+        else:
+            self._model.check_prompt_ids(prompt)
+            token_ids = prompt
+        kept = self._truncated(body, token_ids, DEFAULT_COMPLETION_MAX_TOKENS)
+        if not body.echo:
+            return _TokenizedPrompt(kept)
+        if isinstance(prompt, str) and len(kept) == len(token_ids):
+            return _TokenizedPrompt(kept, prompt)
         skips_special_tokens = body.skip_special_tokens is not False
-        echo = self._model.tokenizer.decode(prompt, skips_special_tokens) if body.echo else ""
-        return _TokenizedPrompt(prompt, echo, skips_special_tokens)
+        return _TokenizedPrompt(kept, self._model.tokenizer.decode(kept, skips_special_tokens), skips_special_tokens)
 
-    async def _tokenize_chat(self, messages: Sequence[ChatMessage], add_generation_prompt: bool, add_special_tokens: bool) -> list[int]:
-        text = await self._model.render([message.as_template_input() for message in messages], add_generation_prompt)
+    async def _tokenize_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        add_generation_prompt: bool,
+        add_special_tokens: bool,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+        continues_final: bool = False,
+    ) -> list[int]:
+        inputs = [with_parsed_arguments(message.as_template_input(), index) for index, message in enumerate(messages)]
+        text = await self._model.render(inputs, add_generation_prompt, variables)
+        if continues_final:
+            text = up_to_final_message(text, inputs[-1]["content"])
         return await self._model.encode(text, add_special_tokens)
+
+    def _truncated(self, body: GenerationRequest, token_ids: list[int], default_max_tokens: int | None) -> list[int]:
+        """The last truncate_prompt_tokens of a prompt; for -1, the last that leave room for what is to be generated."""
+        limit = body.truncate_prompt_tokens
+        if limit is None:
+            return token_ids
+        if limit == -1:
+            asked = body.requested_max_tokens
+            limit = max(1, self.max_model_len - ((default_max_tokens or 1) if asked is None else asked))
+        elif limit > self.max_model_len:
+            message = f"truncate_prompt_tokens ({limit}) is more than this model's maximum context length of {self.max_model_len} tokens"
+            raise InvalidRequestError(message, param="truncate_prompt_tokens")
+        return token_ids[-limit:]
+
+    async def _structured_output(self, asked: AskedGrammar | None) -> StructuredOutput | None:
+        if asked is None:
+            return None
+        return StructuredOutput(grammar=await self._grammar_checker.check(asked.kind, asked.text, asked.param), param=asked.param)
 
     def _plan(
         self,
@@ -154,8 +211,9 @@ class Frontend:
         head: AnswerHead,
         observation: RequestObservation,
         default_max_tokens: int | None,
-        continues_text: bool,
+        options: TextOptions,
         num_echo_logprobs: int | None,
+        structured_output: StructuredOutput | None,
     ) -> list[PlannedPrompt]:
         deadline_s = asyncio.get_running_loop().time() + self._settings.request_timeout_s
         planned: list[PlannedPrompt] = []
@@ -166,16 +224,9 @@ class Frontend:
             if num_tokens == 0:
                 raise InvalidRequestError("the prompt has no tokens", param="prompt")
             max_tokens = resolve_max_tokens(body.requested_max_tokens, default_max_tokens, num_tokens, self.max_model_len)
-            sampling = body.sampling(max_tokens, self._model.vocab_size)
+            sampling = body.sampling(max_tokens, self._model.vocab_size, structured_output)
             if num_answers > body.num_choices and sampling.num_logprobs is None:
                 sampling = sampling.model_copy(update={"num_logprobs": 0})
-            options = TextOptions(
-                stops=body.stop or (),
-                include_stop=bool(body.include_stop_str_in_output),
-                skip_special_tokens=body.skip_special_tokens is not False,
-                continues_text=continues_text,
-                min_tokens=sampling.min_tokens,
-            )
             report = self._report(body, prompt, num_echo_logprobs)
             request = EngineRequest(
                 request_id=f"{head.answer_id}-{prompt_index}",
@@ -218,6 +269,24 @@ class Frontend:
         if ignored:
             headers[IGNORED_FIELDS_HEADER] = ignored[:_MAX_HEADER_CHARACTERS]
         return GenerationResponse(self._dispatcher.generate, planned, answer_format, options, observation, self._in_flight, headers)
+
+
+def _text_options(body: GenerationRequest, continues_text: bool, shown_special_ids: frozenset[int] = frozenset()) -> TextOptions:
+    return TextOptions(
+        stops=body.stop or (),
+        include_stop=bool(body.include_stop_str_in_output),
+        skip_special_tokens=body.skip_special_tokens is not False,
+        shown_special_ids=shown_special_ids,
+        continues_text=continues_text,
+        min_tokens=body.min_tokens or 0,
+    )
+
+
+def _only_one(format_grammar: AskedGrammar | None, call_grammar: AskedGrammar | None) -> AskedGrammar | None:
+    if format_grammar is not None and call_grammar is not None:
+        message = f"tool_choice asks for a call, and {format_grammar.param} for an answer of another form; leave one out"
+        raise InvalidRequestError(message, param="tool_choice")
+    return format_grammar or call_grammar
 
 
 @contextmanager

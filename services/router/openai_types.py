@@ -11,46 +11,45 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
+from services.router.response_format import StructuredOutputFields
+from services.router.tools import ToolFields
 from shared.errors import InvalidRequestError
-from shared.sampling_params import BeamSearchParams, SamplingParams
+from shared.sampling_params import BeamSearchParams, SamplingParams, StructuredOutput
 
 MAX_CHOICES = 16
 MAX_STOPS = 16
 MAX_LOGIT_BIASES = 1024
 MAX_PROMPTS = 256
 MAX_PROMPT_LOGPROBS = 20
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_CHARACTERS = 128
+MAX_TEMPLATE_VARIABLES = 64
 DEFAULT_COMPLETION_MAX_TOKENS = 16
 _INT64 = 2**63
 
 # Fields that would change the answer, with the values (besides null) that ask for nothing.
 NOT_OFFERED: Mapping[str, tuple[object, ...]] = {
     "suffix": ("",),
-    "truncate_prompt_tokens": (),
-    "bad_words": ([],),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": ({},),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "json_schema": (),
-    "regex": (),
-    "ebnf": (),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    # Fields of chat alone, which a completion cannot follow.
     "tools": ([],),
     "tool_choice": ("none",),
-    "functions": ([],),
-    "function_call": ("none",),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
     "modalities": (["text"],),
     "audio": (),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
     "documents": ([],),
     "logits_processors": ([],),
     "kv_transfer_params": ({},),
     "prompt_embeds": (),
     "lora_path": (),
 }
+
+_INSTEAD: Mapping[str, str] = dict.fromkeys(("functions", "function_call"), "by this server; use tools and tool_choice") | dict.fromkeys(
+    ("tools", "tool_choice", "chat_template_kwargs", "continue_final_message"), "by completions; use /v1/chat/completions"
+)
 
 
 def _check_prompt(value: Any) -> Any:
@@ -135,7 +134,7 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationRequest(BaseModel):
+class GenerationRequest(StructuredOutputFields):
     """The fields that completions and chat share."""
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -161,11 +160,14 @@ class GenerationRequest(BaseModel):
     repetition_penalty: float | None = Field(None, ge=0.01, le=100, allow_inf_nan=False)
     logit_bias: LogitBiasField = None
     allowed_token_ids: list[int] | None = Field(None, min_length=1)
+    bad_words: list[str] | None = Field(None, max_length=MAX_BAD_WORDS)
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, lt=_INT64)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
     cache_salt: str | None = Field(None, max_length=1024)
     skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = Field(None, description="accepted; no tokenizer served here puts spaces there")
     include_stop_str_in_output: bool | None = None
     add_special_tokens: bool | None = None
     priority: int | None = Field(None, ge=-_INT64, lt=_INT64)
@@ -224,7 +226,7 @@ class GenerationRequest(BaseModel):
         """Raises InvalidRequestError naming the first field that asks for something not offered here."""
         for name, value in (self.model_extra or {}).items():
             if name in NOT_OFFERED and value is not None and not any(_same(value, default) for default in NOT_OFFERED[name]):
-                raise InvalidRequestError(f"{name} is not supported by this server; leave it out", param=name)
+                raise InvalidRequestError(f"{name} is not supported {_INSTEAD.get(name, 'by this server; leave it out')}", param=name)
         self._check_sequences()
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options is only allowed when stream is true", param="stream_options")
@@ -233,6 +235,13 @@ class GenerationRequest(BaseModel):
         if self.requested_max_tokens == 0 and not self.may_generate_nothing:
             message = "max_tokens: must be at least 1; 0 needs prompt_logprobs or (completions only) echo"
             raise InvalidRequestError(message, param="max_tokens")
+        if self.truncate_prompt_tokens == 0:
+            message = "truncate_prompt_tokens must be at least 1, or -1 for as many as fit"
+            raise InvalidRequestError(message, param="truncate_prompt_tokens")
+        for word in self.bad_words or ():
+            if not 1 <= len(word.strip()) <= MAX_BAD_WORD_CHARACTERS:
+                message = f"bad_words: each must have 1 to {MAX_BAD_WORD_CHARACTERS} characters besides white space"
+                raise InvalidRequestError(message, param="bad_words")
 
     def _check_sequences(self) -> None:
         if self.best_of is not None and self.best_of < self.num_choices:
@@ -259,7 +268,7 @@ class GenerationRequest(BaseModel):
                 if not 0 <= token_id < vocab_size:
                     raise InvalidRequestError(f"{name}: token id {token_id} is outside the vocabulary (0 to {vocab_size - 1})", param=name)
 
-    def sampling(self, max_tokens: int, vocab_size: int) -> SamplingParams:
+    def sampling(self, max_tokens: int, vocab_size: int, structured_output: StructuredOutput | None = None) -> SamplingParams:
         """The frozen parameters; `max_tokens` as resolved against the context length."""
         min_tokens = self.min_tokens or 0
         if min_tokens > max_tokens:
@@ -274,6 +283,9 @@ class GenerationRequest(BaseModel):
             repetition_penalty=_or(self.repetition_penalty, 1.0),
             logit_bias=self.logit_bias or {},
             allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+            # As vLLM reads them: with and without white space in front.
+            bad_words=tuple(word.lstrip() for word in self.bad_words or ()),
+            structured_output=structured_output,
             seed=self.seed,
             max_tokens=max_tokens,
             min_tokens=min_tokens,
@@ -343,12 +355,14 @@ class ChatMessage(BaseModel):
         return {**(self.model_extra or {}), "role": self.role, "content": content}
 
 
-class ChatCompletionRequest(GenerationRequest):
+class ChatCompletionRequest(GenerationRequest, ToolFields):
     messages: list[ChatMessage]
     max_completion_tokens: int | None = Field(None, ge=0, lt=_INT64)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(None, max_length=MAX_TEMPLATE_VARIABLES)
 
     @property
     def requested_max_tokens(self) -> int | None:
@@ -364,6 +378,12 @@ class ChatCompletionRequest(GenerationRequest):
             raise InvalidRequestError("messages must not be empty", param="messages")
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+        if self.continue_final_message and self.add_generation_prompt:
+            message = "continue_final_message goes on in the last message and add_generation_prompt begins a new one; set only one of them"
+            raise InvalidRequestError(message, param="continue_final_message")
+        for name in ("messages", "tools", "add_generation_prompt", "continue_final_message"):
+            if name in (self.chat_template_kwargs or {}):
+                raise InvalidRequestError(f"chat_template_kwargs must not hold {name}; set the field itself", param="chat_template_kwargs")
 
 
 class TokenizeRequest(BaseModel):
@@ -394,7 +414,7 @@ def parse_body(body_type: type[ParsedBody], body: bytes) -> ParsedBody:
             raise InvalidRequestError(f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}") from error
         if not first["loc"]:
             raise InvalidRequestError("the body must be a JSON object") from error
-        path = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("list[", "function-", "str", "int")))
+        path = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("list[", "dict[", "function-", "str", "int")))
         param = str(first["loc"][0])
         reason = first["msg"].removeprefix("Value error, ")
         raise InvalidRequestError(f"{path or param}: {reason}", param=param) from error

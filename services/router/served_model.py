@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import time
+from types import MappingProxyType
 from typing import Any
 
+from services.router.tool_calls import ToolFamily
 from shared.errors import InvalidRequestError, ModelNotFoundError
 from shared.text.tokenizer import Tokenizer
 
 _INLINE_CHARACTERS = 4096
 """Longer texts are tokenized in a thread: the event loop has other clients to serve."""
 
-ChatRenderer = Callable[[Sequence[dict[str, Any]], bool], str]
+ChatRenderer = Callable[[Sequence[dict[str, Any]], bool, Mapping[str, Any]], str]
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,11 @@ class ServedModel:
     """Ids from here on are refused."""
     tokenizer: Tokenizer
     render_chat: ChatRenderer | None
-    """Messages and whether to open the assistant's turn -> prompt text. None: the model has no chat template."""
+    """Messages, whether to open the assistant's turn, and other variables of the template -> prompt text. None: the model has no chat
+    template."""
+    takes_tools: bool = False
+    """The chat template has a place for tools."""
+    tool_family: ToolFamily | None = None
     created: int = field(default_factory=lambda: int(time()))
 
     def check_name(self, model: str | None) -> None:
@@ -39,11 +45,18 @@ class ServedModel:
             return self.tokenizer.encode(text, add_special_tokens)
         return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
 
-    async def render(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool) -> str:
+    async def render(
+        self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool, variables: Mapping[str, Any] = MappingProxyType({})
+    ) -> str:
         """In a thread: a template is a program, and this one's input is the client's."""
         if self.render_chat is None:
             raise InvalidRequestError(f"{self.name} has no chat template; use /v1/completions", param="messages")
-        return await asyncio.to_thread(self.render_chat, messages, add_generation_prompt)
+        return await asyncio.to_thread(self.render_chat, messages, add_generation_prompt, variables)
+
+    def special_ids(self, texts: Sequence[str]) -> dict[str, int]:
+        """Those of `texts` that are special tokens, with their ids."""
+        found = {text: self.tokenizer.token_to_id(text) for text in texts}
+        return {text: token_id for text, token_id in found.items() if token_id is not None and token_id in self.tokenizer.special_ids}
 
     def check_prompt_ids(self, token_ids: Sequence[int]) -> None:
         """Raises InvalidRequestError for an id outside the vocabulary."""

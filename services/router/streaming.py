@@ -19,13 +19,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.router import best_of
-from services.router.answer_format import AnswerFormat, Json, Usage
+from services.router.answer_format import AnswerFormat, Usage
 from services.router.choice import ChoiceAssembler, TokenPiece
 from services.router.dispatcher import EngineRequest
 from services.router.error_object import error_event, error_response
 from services.router.in_flight import InFlightLimit
 from services.router.observation import RequestObservation
 from services.router.prompt_logprobs import PromptReport
+from services.router.tool_calls import Json
 from shared.errors import PagewireError, UnavailableError, WorkerFailedError
 from shared.messages import RequestOutput
 

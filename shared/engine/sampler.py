@@ -1,5 +1,5 @@
-"""From logits to tokens. Order: logit_bias, allowed_token_ids, min_tokens; repetition, frequency, presence penalties; temperature;
-min-p; top-k; top-p; draw. min-p, top-k and top-p each look at what the steps before left.
+"""From logits to tokens. Order: logit_bias; grammar, bad_words, allowed_token_ids, min_tokens; repetition, frequency, presence penalties;
+temperature; min-p; top-k; top-p; draw. min-p, top-k and top-p each look at what the steps before left.
 
 The arithmetic is in kernels/sampling.py, defined in integers: a random row draws once from a counter-based generator keyed by (seed,
 sequence index, position), so its token depends neither on the rest of the batch nor on the worker or its device.
@@ -15,6 +15,8 @@ import torch
 
 from kernels import sampling
 from kernels.row_parameters import row_parameters
+from shared.engine.structured_output import TokenMask, without
+from shared.errors import InvalidRequestError
 from shared.messages import TokenLogprobs
 from shared.sampling_params import SamplingParams
 
@@ -35,6 +37,8 @@ class SamplingRow:
     """Ids that would end the request; suppressed until min_tokens are out."""
     sequence_index: int = 0
     """Which sequence of its request this is: the second key of the random generator."""
+    grammar_mask: TokenMask | None = None
+    """What the request's grammar and bad words allow next."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -48,6 +52,10 @@ class SamplingRow:
     def is_penalised(self) -> bool:
         params = self.params
         return params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
+
+    @property
+    def is_masked(self) -> bool:
+        return self.grammar_mask is not None or self.params.allowed_token_ids is not None
 
     def kernel_parameters(self) -> list[int]:
         params = self.params
@@ -96,20 +104,27 @@ def adjust_logits(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Te
 
 def _biases(row: SamplingRow, vocab_size: int) -> dict[int, float]:
     biases = dict(row.params.logit_bias)
-    if row.params.allowed_token_ids is None:  # else the mask takes care of suppressed ids
+    if not row.is_masked:  # else the mask takes care of suppressed ids
         biases |= {token_id: NEG_INF for token_id in row.suppressed_ids if 0 <= token_id < vocab_size}
     return biases
 
 
 def _allowed_mask(row: SamplingRow, vocab_size: int) -> np.ndarray[tuple[int], np.dtype[np.int32]] | None:
-    """A bit per token."""
-    if row.params.allowed_token_ids is None:
+    """A bit per token. Raises InvalidRequestError when nothing is left."""
+    if not row.is_masked:
         return None
-    # allowed_token_ids may name nothing but stops; then the stop is the only answer left.
-    allowed = set(row.params.allowed_token_ids) - row.suppressed_ids or set(row.params.allowed_token_ids)
-    is_allowed = np.zeros(-(-vocab_size // 32) * 32, dtype=np.bool_)
-    is_allowed[list(allowed)] = True
-    return np.packbits(is_allowed, bitorder="little").view(np.int32)
+    mask = row.grammar_mask
+    if row.params.allowed_token_ids is not None:
+        is_allowed = np.zeros(-(-vocab_size // 32) * 32, dtype=np.bool_)
+        is_allowed[list(row.params.allowed_token_ids)] = True
+        allowed = np.packbits(is_allowed, bitorder="little").view(np.uint32)
+        mask = allowed if mask is None else mask & allowed
+    assert mask is not None
+    if not mask.any():
+        raise InvalidRequestError("its grammar, allowed_token_ids and bad_words together leave no token to go on with")
+    # Nothing but stops may be left; then the stop is the only answer, whatever min_tokens says.
+    unstopped = without(mask, row.suppressed_ids)
+    return (unstopped if unstopped.any() else mask).view(np.int32)
 
 
 def _penalise(logits: torch.Tensor, rows: Sequence[SamplingRow], penalised: list[int]) -> None:

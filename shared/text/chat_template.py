@@ -209,3 +209,18 @@ class ChatTemplate:
         finally:
             _budget.reset(token)
         return "".join(pieces)
+
+
+def up_to_final_message(rendered: str, content: str) -> str:
+    """A rendered conversation without what the template puts behind its last message, so that an answer goes on in it.
+
+    Raises InvalidRequestError when that message is empty or the template does not show it as it is.
+    """
+    shown = content.strip()
+    end = rendered.rfind(shown)
+    if not shown or end < 0:
+        what = "is empty" if not shown else "is not in the rendered chat template as it stands"
+        raise InvalidRequestError(f"continue_final_message: the last message {what}", param="continue_final_message")
+    # White space at the end of the message is the client's, where the template keeps it.
+    whole = rendered.rfind(content.lstrip())
+    return rendered[: whole + len(content.lstrip())] if whole >= 0 else rendered[: end + len(shown)]

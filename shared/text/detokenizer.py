@@ -14,15 +14,22 @@ _new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class IncrementalDetokenizer:
-    """All pushes + flush = `tokenizer.decode(all ids, skip_special_tokens)`.
+    """All pushes + flush = `tokenizer.decode(all ids, skip_special_tokens)`, but for special tokens that are `shown` all the same.
 
     `continues_text`: the ids go on after other text (a completion after its prompt), so the leading space that SentencePiece-style
     tokenizers drop at the start of a text is kept. Byte-level tokenizers have no such rule.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, *, continues_text: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        *,
+        continues_text: bool = False,
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skipped = tokenizer.special_ids - shown if skip_special_tokens else frozenset()
         self._utf8 = _new_utf8_decoder("replace")
         self._at_start = tokenizer.strips_leading_space and not continues_text
 

@@ -356,9 +356,9 @@ def test_bad_prompts_are_refused(stack: Stack, prompt: object) -> None:
         ("logit_bias", {"5": "x"}), ("logit_bias", {str(i): 1 for i in range(2000)}), ("logit_bias", []), ("allowed_token_ids", [-1]),
         ("allowed_token_ids", []), ("stop_token_ids", [49152]), ("min_tokens", 25), ("suffix", "x"), ("best_of", 0), ("best_of", 17),
         ("use_beam_search", 1), ("length_penalty", "x"), ("early_stopping", "never"),
-        ("prompt_logprobs", -1), ("prompt_logprobs", 21), ("response_format", {"type": "json_object"}), ("tools", [{}]),
-        ("tool_choice", "auto"), ("bad_words", ["a"]),
-        ("guided_json", {}), ("stream", "yes"), ("cache_salt", "x" * 1025), ("truncate_prompt_tokens", 5), ("user", 5),
+        ("prompt_logprobs", -1), ("prompt_logprobs", 21), ("response_format", {"type": "xml"}), ("tools", [{}]),
+        ("tool_choice", "auto"), ("bad_words", [""]), ("chat_template_kwargs", {"a": 1}), ("continue_final_message", True),
+        ("guided_json", {"enum": []}), ("stream", "yes"), ("cache_salt", "x" * 1025), ("truncate_prompt_tokens", 0), ("user", 5),
     ],
 )  # fmt: skip
 def test_bad_fields_are_refused_by_name(stack: Stack, name: str, value: object) -> None:

@@ -44,6 +44,10 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "echo, nothing generated": {"echo": True, "max_tokens": 0},
     "three choices": {"n": 3, "temperature": 0.9, "seed": 16},
     "two greedy choices": {"n": 2, "max_tokens": 5},
+    "guided_regex": {"guided_regex": "[a-zA-Z0-9 ,.]*", "temperature": 0.9, "seed": 17},
+    "guided_json": {"guided_json": {"type": "array", "items": {"type": "integer"}, "minItems": 100}, "temperature": 0.9, "seed": 18},
+    "guided_choice, two choices": {"guided_choice": ["red", "dark blue", "green"], "n": 2, "temperature": 0.9, "seed": 19},
+    "bad_words": {"bad_words": ["the", "7"], "temperature": 0.8, "seed": 20},
 }
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -64,7 +68,8 @@ CacheState = Literal["cold", "warm", "half warm"]
 CACHE_STATES: tuple[CacheState, ...] = ("cold", "warm", "half warm")
 """warm: the same prompt was answered before; half warm: its first half was."""
 
-UNDER_PRESSURE = [name for name, fields in PARAMETERS.items() if not {"stop", "stop_token_ids", "echo", "max_tokens"} & set(fields)]
+ENDING = {"stop", "stop_token_ids", "echo", "max_tokens", "guided_choice"}
+UNDER_PRESSURE = [name for name, fields in PARAMETERS.items() if not ENDING & set(fields)]
 """Sets that run on until max_tokens: together they want more blocks than decode has, so some are preempted."""
 PRESSURE = {"max_tokens": 48, "min_tokens": 48}
 SEEDED = {"prompt": "The capital of France is", "temperature": 0.9, "seed": 42, "max_tokens": 16, "ignore_eos": True}

@@ -36,6 +36,11 @@ TINY_CONFIG = ModelConfig(
     eos_token_ids=(2,),
     bos_token_id=1,
 )
+HERMES_TEMPLATE = """{% if tools %}Tools: {% for tool in tools %}{{ tool | tojson }}
+{% endfor %}Call as <tool_call>{"name": ..., "arguments": ...}</tool_call>
+{% endif %}{% for message in messages %}{{ message.role }}: {{ message.content }}{% for call in message.tool_calls or [] %}<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
 Weights = dict[str, NDArray[np.float32]]
 
 

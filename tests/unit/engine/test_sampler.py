@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from kernels import reference, row_parameters
 from shared import sampling_params
 from shared.engine.sampler import SamplingRow, sample
+from shared.engine.structured_output import TokenMask
+from shared.errors import InvalidRequestError
 from shared.sampling_params import SamplingParams
 
 VOCAB = 500
@@ -200,3 +203,37 @@ def test_logits_that_are_not_numbers_never_lead_outside_the_vocabulary(bad: floa
         for penalty in (1.0, 1.5):
             token = draw(logits, temperature=temperature, repetition_penalty=penalty, prompt=[3])
             assert 0 <= token < VOCAB
+
+
+def mask_of(*token_ids: int) -> TokenMask:
+    bits = np.zeros(-(-VOCAB // 32) * 32, np.bool_)
+    bits[list(token_ids)] = True
+    return np.packbits(bits, bitorder="little").view(np.uint32)
+
+
+def masked(mask: TokenMask, stops: tuple[int, ...] = (), **params: Any) -> SamplingRow:
+    return SamplingRow(SamplingParams(**{"temperature": 0.0, **params}), 1, [], 0, frozenset(stops), grammar_mask=mask)
+
+
+def test_only_what_the_grammar_allows_is_drawn_and_only_in_its_row() -> None:
+    logits = torch.stack([logits_of(1), logits_of(1), logits_of(1)])
+    best = int(logits[0].argmax())
+    rows = [row(temperature=0.0), masked(mask_of(7, 400)), masked(mask_of(9), temperature=1.0)]
+    tokens = [token.token_id for token in sample(logits, rows)]
+    assert tokens[0] == best
+    assert tokens[1] == (7 if logits[0, 7] > logits[0, 400] else 400)
+    assert tokens[2] == 9
+
+
+def test_grammar_bias_and_allowed_ids_hold_together() -> None:
+    logits = logits_of(1)[None]
+    assert sample(logits, [masked(mask_of(7, 8, 9), allowed_token_ids=(8, 9, 10), logit_bias={9: 100})])[0].token_id == 9
+    assert sample(logits, [masked(mask_of(7, 8, 9), logit_bias={9: 100, 20: 100})])[0].token_id == 9
+    with pytest.raises(InvalidRequestError):
+        sample(logits, [masked(mask_of(7), allowed_token_ids=(8,))])
+
+
+def test_min_tokens_hold_a_stop_back_unless_the_grammar_allows_nothing_else() -> None:
+    logits = logits_of(1)[None]
+    assert sample(logits, [masked(mask_of(5, 8), stops=(5,), min_tokens=3, logit_bias={5: 100})])[0].token_id == 8
+    assert sample(logits, [masked(mask_of(5), stops=(5,), min_tokens=3)])[0].token_id == 5

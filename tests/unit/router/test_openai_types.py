@@ -34,12 +34,13 @@ def test_every_field_reaches_the_sampler() -> None:
     sampling = parse(
         temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, presence_penalty=1, frequency_penalty=-1, repetition_penalty=1.3,
         logit_bias={"5": -100}, allowed_token_ids=[5, 6], seed=0, min_tokens=2, stop_token_ids=[9], ignore_eos=True, logprobs=0,
-        prompt_logprobs=3,
+        prompt_logprobs=3, bad_words=["x", " y"],
     ).sampling(16, VOCAB_SIZE)  # fmt: skip
     assert sampling.model_dump() == {
         "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "presence_penalty": 1.0, "frequency_penalty": -1.0,
         "repetition_penalty": 1.3, "logit_bias": {5: -100.0}, "allowed_token_ids": (5, 6), "seed": 0,
         "max_tokens": 16, "min_tokens": 2, "stop_token_ids": (9,), "ignore_eos": True, "num_logprobs": 0, "num_prompt_logprobs": 3,
+        "bad_words": ("x", "y"), "structured_output": None,
     }  # fmt: skip
 
 
@@ -73,6 +74,38 @@ def test_false_and_zero_are_different_defaults() -> None:
 def test_message_says_what_to_do() -> None:
     assert "0 to 99" in refusal(stop_token_ids=[100]).message
     assert "leave it out" in refusal(suffix="x").message
+
+
+def test_deprecated_functions_are_refused_with_the_way_to_go() -> None:
+    assert "use tools" in refusal(functions=[{"name": "f"}]).message
+
+
+@pytest.mark.parametrize("words", [[""], ["  "], ["x" * 129], ["a"] * 65, "a", [1]])
+def test_bad_words_have_limits(words: object) -> None:
+    assert refusal(bad_words=words).param == "bad_words"
+
+
+@pytest.mark.parametrize("limit", [0, -2, 1.5, "1"])
+def test_truncate_prompt_tokens_is_a_count_or_minus_one(limit: object) -> None:
+    assert refusal(truncate_prompt_tokens=limit).param == "truncate_prompt_tokens"
+
+
+def chat_refusal(**fields: object) -> InvalidRequestError:
+    body = {"messages": [{"role": "user", "content": "a"}], **fields}
+    with pytest.raises(InvalidRequestError) as caught:
+        parse_body(ChatCompletionRequest, json.dumps(body).encode()).check_offered()
+    return caught.value
+
+
+def test_a_turn_is_continued_or_opened_but_not_both() -> None:
+    assert chat_refusal(continue_final_message=True, add_generation_prompt=True).param == "continue_final_message"
+
+
+@pytest.mark.parametrize(
+    "variables", [{"messages": []}, {"tools": []}, {"add_generation_prompt": True}, [], {str(i): 1 for i in range(65)}]
+)
+def test_template_variables_do_not_take_the_place_of_fields(variables: object) -> None:
+    assert chat_refusal(chat_template_kwargs=variables).param == "chat_template_kwargs"
 
 
 def test_chat_prefers_max_completion_tokens_and_joins_parts() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shared.errors import InvalidRequestError, ModelLoadError
-from shared.text.chat_template import ChatTemplate
+from shared.text.chat_template import ChatTemplate, up_to_final_message
 
 CHATML = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
 CHATML += "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -130,3 +130,27 @@ def test_message_text_is_never_a_template() -> None:
 def test_invalid_template_is_the_models_fault() -> None:
     with pytest.raises(ModelLoadError, match="chat template"):
         ChatTemplate("{% for %}")
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("The answer is", "<|im_start|>user\nThe answer is<|im_end|>\n<|im_start|>assistant\nThe answer is"),
+        ("The answer is ", "<|im_start|>user\nThe answer is<|im_end|>\n<|im_start|>assistant\nThe answer is "),
+    ],
+)
+def test_final_message_is_left_open(content: str, expected: str) -> None:
+    messages = [{"role": "user", "content": "The answer is"}, {"role": "assistant", "content": content}]
+    rendered = ChatTemplate(CHATML).render(messages, add_generation_prompt=False)
+    assert up_to_final_message(rendered, content) == expected
+
+
+def test_final_message_that_the_template_trims_is_left_open_where_it_ends() -> None:
+    assert up_to_final_message("user: a|bot: b c|", "\nb c \n") == "user: a|bot: b c"
+
+
+@pytest.mark.parametrize("content", ["", "  ", "something else"])
+def test_final_message_that_is_not_there_is_refused(content: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        up_to_final_message("user: a|bot: b|", content)
+    assert caught.value.param == "continue_final_message"

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from services.router.grammar_checker import MAX_GRAMMAR_BYTES, GrammarChecker
+from shared.errors import InvalidRequestError
+
+
+@pytest.fixture(scope="module")
+def checker() -> Iterator[GrammarChecker]:
+    running = GrammarChecker(1000, timeout_s=0.5)
+    yield running
+    running.close()
+
+
+def check(checker: GrammarChecker, kind: str, text: str) -> str:
+    return asyncio.run(checker.check(kind, text, "field"))  # type: ignore[arg-type]
+
+
+def refusal(checker: GrammarChecker, kind: str, text: object) -> str:
+    with pytest.raises(InvalidRequestError) as caught:
+        check(checker, kind, text if isinstance(text, str) else json.dumps(text))
+    assert caught.value.param == "field"
+    return caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("json", '{"type": "object"}'),
+        ("json", '{"type":"array","items":' * 60 + "{}" + "}" * 60),
+        ("regex", r"\d{3}-\d{4}"),
+        ("choice", '["a", "\\"\\n", "\\ud83e\\udd99"]'),
+        ("grammar", 'root ::= "a" | "b"'),
+        ("grammar", 'start: "a" | /[0-9]+/'),
+        ("lark", 'start: <[900]> "a"'),
+    ],
+)
+def test_usable_grammars_pass(checker: GrammarChecker, kind: str, text: str) -> None:
+    assert check(checker, kind, text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("json", {"enum": []}),
+        ("json", {"type": "integer", "minimum": 5, "maximum": 3}),
+        ("json", {"type": "string", "minLength": 5, "maxLength": 2}),
+        ("json", {"allOf": [{"type": "string"}, {"type": "integer"}]}),
+        ("json", {"type": "object", "properties": {"a": False}, "required": ["a"]}),
+        ("json", {"$ref": "#"}),
+        ("json", {"$ref": "#/$defs/none"}),
+        ("json", {"$ref": "http://localhost:1/schema.json"}),
+        ("json", {"type": "foo"}),
+        ("json", {"not": {"type": "string"}}),
+        ("json", {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}),
+        ("json", {"type": "array", "minItems": 1, "items": {"anyOf": [{"$ref": "#"}, {"allOf": [{"$ref": "#"}]}]}}),
+        ("regex", "("),
+        ("regex", r"(a)\1"),
+        ("regex", r"[^\s\S]"),
+        ("grammar", "start: foo"),
+        ("grammar", "start: start"),
+        ("grammar", "!!!"),
+    ],
+)
+def test_impossible_ones_are_refused_with_a_reason(checker: GrammarChecker, kind: str, text: object) -> None:
+    assert refusal(checker, kind, text).startswith("field cannot be used: ")
+
+
+def test_recursion_that_can_end_passes(checker: GrammarChecker) -> None:
+    tree = {"type": "object", "properties": {"children": {"type": "array", "items": {"$ref": "#"}}}, "required": ["children"]}
+    maybe = {"type": "object", "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "required": ["next"]}
+    assert check(checker, "json", json.dumps(tree))
+    assert check(checker, "json", json.dumps(maybe))
+
+
+def test_one_that_takes_too_long_or_ends_its_process_is_refused_and_the_next_is_checked(checker: GrammarChecker) -> None:
+    deep = "start: a0\n" + "".join(f"a{rule}: a{rule + 1}\n" for rule in range(7000)) + 'a7000: "x"'
+    assert "nested too deeply" in refusal(checker, "grammar", deep)
+    assert check(checker, "regex", "b")
+    assert "longer than 0.5 s" in refusal(checker, "regex", "a?" * 50_000)
+    assert check(checker, "regex", "c")
+    start_s = time.monotonic()
+    assert "longer than 0.5 s" in refusal(checker, "regex", "a?" * 50_000)
+    assert time.monotonic() - start_s < 0.1, "what was learnt is remembered"
+
+
+def test_a_large_one_is_refused_unseen(checker: GrammarChecker) -> None:
+    assert str(MAX_GRAMMAR_BYTES) in refusal(checker, "regex", "a" * (MAX_GRAMMAR_BYTES + 1))
+
+
+def test_many_at_once_are_each_answered(checker: GrammarChecker) -> None:
+    async def all_of_them() -> list[str]:
+        return await asyncio.gather(*(checker.check("regex", f"x{number}", "field") for number in range(50)))
+
+    assert len(set(asyncio.run(all_of_them()))) == 50
