@@ -1,8 +1,9 @@
 """Sampling: temperature, penalties, min-p, top-k, top-p and the draw, without sorting the vocabulary and without waiting for the device.
 
-The draw is defined in integers (kernels/reference.py), so that a row gets the same token on a CPU, on any GPU and in any batch. Every op
-takes its per-row parameters from tensors on the device of the logits, reads nothing back and may be captured in a CUDA graph. Ids and
-rows that lie outside of their tensors cannot be refused without waiting; kernels skip them.
+The draw is defined in integers (kernels/reference.py, kernels/exponential_race.py), so that a row gets the same token on a CPU, on any
+GPU and in any batch. Every op takes its per-row parameters from tensors on the device of the logits, reads nothing back and may be
+captured in a CUDA graph once it has run (the first call loads what it needs). Ids and rows that lie outside of their tensors cannot be
+refused without waiting; kernels skip them.
 """
 
 from __future__ import annotations
