@@ -50,7 +50,7 @@ CXX_FLAGS = (
     "-O3", "-std=c++17", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-pthread", "-shared",
 )  # fmt: skip
 MODULES = (
-    "cpu_attention", "cpu_rotary_embedding", "cache_ops", "rms_norm", "rotary_embedding", "silu_and_mul",
+    "cpu_attention", "cpu_rotary_embedding", "cpu_sampling", "cache_ops", "rms_norm", "rotary_embedding", "silu_and_mul",
     "paged_attention", "flash_attention_sm90", "sampling",
 )  # fmt: skip
 """Files of this package that name, in `libraries()`, what a server may load."""
@@ -183,7 +183,7 @@ def library_name(library: Library, arch: str) -> str:
     parts = [repr(sorted(library.defines.items())), repr(CUDA_FLAGS if library.is_cuda else CXX_FLAGS)]
     if library.is_cuda:
         header = (SOURCES / library.source).read_bytes()
-        parts += [arch, hashlib.sha256(header).hexdigest(), _sources_digest((".cuh",))]
+        parts += [arch, hashlib.sha256(header).hexdigest(), _sources_digest((".cuh", ".h"))]
     else:
         parts += [arch, (SOURCES / library.source).read_text(), _sources_digest((".h",))]
         if arch == "native":

@@ -1,33 +1,60 @@
 """Sampling on the CPU: the draws of kernels/reference.py without sorting the vocabulary.
 
-A row's weights are computed only where a filter needs the total or no filter makes the row short. What a filter keeps is found as on a
-GPU: by the maxima of groups for top-k, by a histogram of weights over levels for top-p. Rows go one by one: a row fits the cache of a
-core, a batch does not. Comparisons and searches go through numpy: those of torch are not vectorised on a CPU.
+What a filter keeps is found as on a GPU: by the maxima of groups for top-k, by a histogram of weights over levels for top-p. The race
+of what is kept is kernels/csrc/cpu_sampling.cpp, or without a compiler torch, with the same result. Rows go one by one: a row fits the
+cache of a core, a batch does not. Comparisons and searches go through numpy: those of torch are not vectorised on a CPU.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import logging
 import math
 
 import numpy as np
 import torch
 
-from kernels.philox import random_bits
+from kernels.build import KernelBuildError, Library, load
+from kernels.exponential_race import OUT, log_time_table, winners
 from kernels.reference import EXP2_COEFFICIENTS, MAX_LEVEL
-from kernels.row_parameters import MAX_LEVEL_OFF, TOP_P_OFF
+from kernels.row_parameters import MAX_LEVEL_OFF, SEED, TOP_P_OFF
 
 NEG_INF = float("-inf")
 _MAX_FLOAT = torch.finfo(torch.float32).max
 _FRACTION = (1 << 23) - 1
 _SEGMENT = 256
 _BUCKET_BITS = 18
+_NUM_BUCKETS = 1 << 29 - _BUCKET_BITS
 """Levels have 29 bits: 2048 buckets of 1/32 octave."""
+_log = logging.getLogger(__name__)
+
+
+def libraries() -> list[Library]:
+    """What images build ahead of time."""
+    return [Library("cpu_sampling.cpp")]
+
+
+@functools.cache
+def _kernel() -> ctypes._NamedFuncPointer | None:
+    try:
+        kernel = load(libraries()[0]).cpu_winner
+    except (KernelBuildError, OSError) as error:
+        _log.warning("draws on the CPU run on torch, which takes milliseconds a row: %s", error)
+        return None
+    kernel.argtypes, kernel.restype = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p], ctypes.c_int64
+    return kernel
+
+
+def prepare() -> None:
+    """Build and load the kernel, once; not while a request waits."""
+    _kernel()
 
 
 def sample_tokens(logits: torch.Tensor, parameters: torch.Tensor) -> torch.Tensor:
     """As `kernels.reference.sample_tokens`."""
     scales = parameters[:, 0].to(torch.int32).view(torch.float32).tolist()
-    rows = zip(logits.float(), scales, parameters.tolist(), strict=True)
+    rows = zip(logits.float(), scales, parameters, strict=True)
     return torch.tensor([_sample_row(row, scale, words) for row, scale, words in rows], dtype=torch.int64)
 
 
@@ -92,45 +119,52 @@ def _argmax(x: torch.Tensor) -> int:
     return int(x.argmax())
 
 
-def _sample_row(x: torch.Tensor, scale: float, words: list[int]) -> int:
+def _sample_row(x: torch.Tensor, scale: float, words: torch.Tensor) -> int:
     x = _without_nan(x)
     maximum = min(float(x.amax()), _MAX_FLOAT)
     if maximum == NEG_INF:
         return 0
     if scale == 0.0:
         return _argmax(x)
-    _, max_level, top_k, share, *keys = words
-    bits = random_bits(*keys)
+    max_level, top_k, share = words[1:SEED].tolist()
     if 0 < top_k < len(x):
         order = most_likely(x, top_k)
-        weights = _weights(_levels(x[order], maximum, scale), max_level)
+        kept = _levels(x[order], maximum, scale, max_level)
         if share < TOP_P_OFF:
-            weights = _nucleus(weights, _share_of(int(weights.sum()), share))
-        indices, places = order.sort()
-        return int(indices[_draw(weights[places], bits)])
-    levels = _levels(x, maximum, scale)
-    weights = _weights(levels, max_level)
-    if share < TOP_P_OFF:
-        _keep_nucleus(x, levels, weights, share)
-    return _draw(weights, bits)
+            weights = _weights(kept)
+            kept = kept.where(_nucleus(weights, _share_of(int(weights.sum()), share)) > 0, OUT)
+        levels = torch.full((len(x),), OUT, dtype=torch.int32)
+        levels[order] = kept
+    else:
+        levels = _levels(x, maximum, scale, max_level)
+        if share < TOP_P_OFF:
+            _drop_tail(x, levels, share)
+    return _winner(levels, words[SEED:])
 
 
-def _levels(x: torch.Tensor, maximum: float, scale: float) -> torch.Tensor:
-    return torch.sub(maximum, x).mul_(scale).clamp_(0.0, MAX_LEVEL).int()
+def _winner(levels: torch.Tensor, keys: torch.Tensor) -> int:
+    """`kernels.exponential_race.winners` of one row. levels: contiguous int32; keys: int64 [3]."""
+    kernel = _kernel()
+    if kernel is None:
+        return int(winners(levels[None], keys[None]))
+    return int(kernel(levels.data_ptr(), len(levels), keys.data_ptr(), log_time_table().data_ptr()))
 
 
-def _weights(levels: torch.Tensor, max_level: int) -> torch.Tensor:
-    """`kernels.reference.level_weights` where the level is at most max_level, else 0. int64."""
+def _levels(x: torch.Tensor, maximum: float, scale: float, max_level: int) -> torch.Tensor:
+    """int32, OUT past max_level."""
+    levels = torch.sub(maximum, x).mul_(scale).clamp_(0.0, MAX_LEVEL).int()
+    return levels.masked_fill_(levels > max_level, OUT) if max_level < MAX_LEVEL_OFF else levels
+
+
+def _weights(levels: torch.Tensor) -> torch.Tensor:
+    """`kernels.reference.level_weights`; 0 of OUT. int64."""
     # The same numbers as in the reference, made from their bits: 2 - (1 + fraction), then 2^(39 - octaves).
     g = (levels & _FRACTION).bitwise_or_(127 << 23).view(torch.float32).neg_().add_(2.0)
     p = g * EXP2_COEFFICIENTS[0]
     p.add_(EXP2_COEFFICIENTS[1])
     for coefficient in EXP2_COEFFICIENTS[2:]:
         p.mul_(g).add_(coefficient)
-    p.mul_((levels & ~_FRACTION).neg_().add_(166 << 23).view(torch.float32))
-    if max_level < MAX_LEVEL_OFF:
-        p.masked_fill_(levels > max_level, 0.0)
-    return p.long()
+    return p.mul_((levels & ~_FRACTION).neg_().add_(166 << 23).view(torch.float32)).long()
 
 
 def _share_of(total: int, share: int) -> int:
@@ -142,30 +176,17 @@ def _nucleus(weights: torch.Tensor, target: int) -> torch.Tensor:
     return weights.where(weights.cumsum(0) - weights < target, 0)
 
 
-def _keep_nucleus(x: torch.Tensor, levels: torch.Tensor, weights: torch.Tensor, share: int) -> None:
-    """Zero, in place, the weights of a whole row that top-p drops: only the bucket in which the target is reached needs an order."""
-    buckets = levels >> _BUCKET_BITS
-    sums = torch.zeros(1 << 29 - _BUCKET_BITS, dtype=torch.int64).scatter_add_(0, buckets.long(), weights).cumsum(0)
+def _drop_tail(x: torch.Tensor, levels: torch.Tensor, share: int) -> None:
+    """Put OUT, in place, what top-p drops from a whole row: only the bucket in which the target is reached needs an order."""
+    weights, buckets = _weights(levels), (levels >> _BUCKET_BITS).clamp_(max=_NUM_BUCKETS - 1)
+    sums = torch.zeros(_NUM_BUCKETS, dtype=torch.int64).scatter_add_(0, buckets.long(), weights).cumsum(0)
     target = _share_of(int(sums[-1]), share)
     boundary = int(torch.searchsorted(sums, target))
     members = _indices_where(buckets.numpy() == boundary)
     members = members[x[members].sort(dim=-1, descending=True, stable=True).indices]
     kept = _nucleus(weights[members], target - int(sums[boundary - 1]) if boundary else target)
-    weights.numpy()[buckets.numpy() > boundary] = 0
-    weights[members] = kept
-
-
-def _draw(weights: torch.Tensor, bits: int) -> int:
-    """The first index whose cumulative weight exceeds bits / 2^64 of the total; found by segments, since a cumulative sum is slow."""
-    num_segments = len(weights) // _SEGMENT
-    segments = weights[: num_segments * _SEGMENT].view(-1, _SEGMENT).sum(-1).cumsum(0)
-    before_tail = int(segments[-1]) if num_segments else 0
-    threshold = bits * (before_tail + int(weights[num_segments * _SEGMENT :].sum())) >> 64
-    segment = int(torch.searchsorted(segments, threshold, right=True))
-    if segment > 0:
-        threshold -= int(segments[segment - 1])
-    first = segment * _SEGMENT
-    return first + int(torch.searchsorted(weights[first : first + _SEGMENT].cumsum(0), threshold, right=True))
+    levels.numpy()[buckets.numpy() > boundary] = OUT
+    levels[members] = levels[members].where(kept > 0, OUT)
 
 
 def apply_penalties(logits: torch.Tensor, history: torch.Tensor, slots: torch.Tensor, penalties: torch.Tensor) -> None:

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels.philox import random_bits
+from kernels.exponential_race import OUT, winners
+from kernels.row_parameters import SEED
 
 NEG_INF = float("-inf")
 
@@ -203,15 +204,12 @@ def kept_weights(logits: torch.Tensor, parameters: torch.Tensor) -> torch.Tensor
 
 
 def sample_tokens(logits: torch.Tensor, parameters: torch.Tensor) -> torch.Tensor:
-    """One token a row: the first in vocabulary order whose cumulative kept weight exceeds floor(u * total / 2^64), with u the 64
-    random bits of (seed, sequence index, position). A row without any finite logit yields token 0. int64 [num_rows]."""
-    cumulative = kept_weights(logits, parameters).cumsum(-1)
-    thresholds = [
-        random_bits(seed, sequence_index, position) * total >> 64
-        for (seed, sequence_index, position), total in zip(parameters[:, 4:7].tolist(), cumulative[:, -1].tolist(), strict=True)
-    ]
-    tokens = torch.searchsorted(cumulative, torch.tensor(thresholds, device=logits.device)[:, None], right=True)[:, 0]
-    return torch.where(cumulative[:, -1] > 0, tokens, 0)
+    """One token a row: the winner of the exponential race of the kept tokens (kernels/exponential_race.py), whose time is the level plus
+    the logarithm of an exponential variable. A row without any finite logit yields token 0. int64 [num_rows]."""
+    is_kept = kept_weights(logits, parameters) > 0
+    scales = parameters[:, 0].to(torch.int32).view(torch.float32)
+    levels = token_levels(logits, torch.where(scales == 0.0, 1.0, scales)).where(is_kept, OUT)
+    return torch.where(is_kept.any(-1), winners(levels, parameters[:, SEED:]), 0)
 
 
 def greedy_tokens(logits: torch.Tensor) -> torch.Tensor:

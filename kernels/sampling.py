@@ -1,8 +1,9 @@
 """Sampling: temperature, penalties, min-p, top-k, top-p and the draw, without sorting the vocabulary and without waiting for the device.
 
-The draw is defined in integers (kernels/reference.py), so that a row gets the same token on a CPU, on any GPU and in any batch. Every op
-takes its per-row parameters from tensors on the device of the logits, reads nothing back and may be captured in a CUDA graph. Ids and
-rows that lie outside of their tensors cannot be refused without waiting; kernels skip them.
+The draw is defined in integers (kernels/reference.py, kernels/exponential_race.py), so that a row gets the same token on a CPU, on any
+GPU and in any batch. Every op takes its per-row parameters from tensors on the device of the logits, reads nothing back and may be
+captured in a CUDA graph once it has run (the first call loads what it needs). Ids and rows that lie outside of their tensors cannot be
+refused without waiting; kernels skip them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 
 from kernels import cpu_sampling, reference
 from kernels.build import Library, launch, load
+from kernels.exponential_race import log_time_table
 from kernels.op_library import LIBRARY
 from kernels.row_parameters import NUM_COLUMNS
 
@@ -23,7 +25,7 @@ MAX_NUM_TOP = 1024
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _POINTER, _INT, _LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
 _LAUNCHERS = {
-    "sample_tokens": (_POINTER, _INT, _LONG, _LONG, _INT, _POINTER, _POINTER, _INT, _POINTER),
+    "sample_tokens": (_POINTER, _INT, _LONG, _LONG, _INT, *(_POINTER,) * 3, _INT, _POINTER),
     "greedy_tokens": (_POINTER, _INT, _LONG, _LONG, _INT, _POINTER, _INT, _POINTER),
     "token_logprobs": (_POINTER, _INT, _LONG, _LONG, _INT, *(_POINTER,) * 2, _LONG, _INT, *(_POINTER,) * 5),
     "record_tokens": (_POINTER, _LONG, _LONG, _INT, _POINTER, _POINTER, _LONG, _INT, _POINTER),
@@ -167,7 +169,7 @@ def _shape_arguments(matrix: torch.Tensor) -> tuple[int, int, int]:
 def _sample_tokens_cuda(logits: torch.Tensor, parameters: torch.Tensor) -> torch.Tensor:
     tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     if len(tokens):
-        pointers = (parameters.data_ptr(), tokens.data_ptr())
+        pointers = (parameters.data_ptr(), log_time_table(logits.device).data_ptr(), tokens.data_ptr())
         arguments = (logits.data_ptr(), _DTYPES[logits.dtype], *_shape_arguments(logits), *pointers)
         _launch("sample_tokens", logits.device, *arguments, _num_processors(logits.device))
     return tokens

@@ -38,10 +38,10 @@ const char* launch_clusters(void (*kernel)(Parameters...), int64_t num_rows, int
 }
 
 template <typename T>
-const char* sample_rows(const void* logits, int64_t row_stride, int64_t num_rows, int size, const int64_t* parameters, int64_t* token_ids,
-                        int num_processors, cudaStream_t stream) {
+const char* sample_rows(const void* logits, int64_t row_stride, int64_t num_rows, int size, const int64_t* parameters, const int32_t* table,
+                        int64_t* token_ids, int num_processors, cudaStream_t stream) {
     return launch_clusters(sample_kernel<T>, num_rows, num_slices_of(num_rows, size, 2 * num_processors), kThreads, stream, (const T*)logits,
-                           row_stride, size, segment_size_of(size), parameters, token_ids);
+                           row_stride, size, segment_size_of(size), parameters, table, token_ids);
 }
 
 template <typename T>
@@ -65,11 +65,11 @@ const char* logprob_rows(const void* logits, int64_t row_stride, int64_t num_row
 }  // namespace
 
 EXPORT const char* sample_tokens(const void* logits, int dtype, int64_t row_stride, int64_t num_rows, int size, const int64_t* parameters,
-                                 int64_t* token_ids, int num_processors, cudaStream_t stream) {
+                                 const int32_t* table, int64_t* token_ids, int num_processors, cudaStream_t stream) {
     switch (dtype) {
-        case 0: return sample_rows<float>(logits, row_stride, num_rows, size, parameters, token_ids, num_processors, stream);
-        case 1: return sample_rows<__half>(logits, row_stride, num_rows, size, parameters, token_ids, num_processors, stream);
-        case 2: return sample_rows<__nv_bfloat16>(logits, row_stride, num_rows, size, parameters, token_ids, num_processors, stream);
+        case 0: return sample_rows<float>(logits, row_stride, num_rows, size, parameters, table, token_ids, num_processors, stream);
+        case 1: return sample_rows<__half>(logits, row_stride, num_rows, size, parameters, table, token_ids, num_processors, stream);
+        case 2: return sample_rows<__nv_bfloat16>(logits, row_stride, num_rows, size, parameters, table, token_ids, num_processors, stream);
         default: return "sample_tokens: unknown dtype";
     }
 }

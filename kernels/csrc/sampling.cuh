@@ -2,17 +2,21 @@
 //
 // A row's logits become levels, level = floor((maximum - logit) * scale), with scale = log2(e) / temperature * 2^23: how many 2^-23 octaves
 // a token is less likely than the best one. Its weight is floor(2^40 * 2^(-level / 2^23)) by a polynomial whose every step is rounded once.
-// Tokens are ordered by (logit descending, index ascending); each filter keeps a prefix of that order, so what is kept is a Boundary.
+// Tokens are ordered by (logit descending, index ascending); each filter keeps a prefix of that order, so what is kept is a Boundary. Of what
+// is kept the first to arrive in the exponential race wins, a minimum over tokens.
 //
 // A cluster of blocks shares a row. Each block reads its slice for the maxima of 2048 groups, whose k-th largest is a lower bound of the k-th
-// largest logit; then again to collect the few logits above that bound, where their segments are, and to add up weights, where a filter
-// needs the total. The first block sorts the candidates and draws. What that cannot decide (large k, flat rows, many ties) goes through radix passes over the row.
+// largest logit; then again: to race where only min-p is on, else to collect the few logits above that bound, where their segments are, and to
+// add up weights, where top-p needs the total. The first block sorts the candidates and lets what is kept race. What that cannot decide (large
+// k, flat rows, many ties) goes through radix passes over the row.
 #pragma once
 #include <cooperative_groups.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <float.h>
 #include <stdint.h>
+
+#include "exponential_race.h"
 
 namespace sampling {
 
@@ -27,6 +31,7 @@ constexpr uint32_t kNucleusCandidates = 512;
 constexpr uint32_t kFull = 0xffffffffu;
 constexpr uint32_t kLowestKey = 0x007fffffu;  // the key of -infinity
 constexpr uint32_t kLevelBits = 0x1fffffffu;
+constexpr uint32_t kOut = 1u << 30;  // the level of a token that may not race
 constexpr float kMaxLevel = 536870880.0f;  // the largest float below 2^29: 64 octaves
 constexpr int kNumParameters = 7;
 
@@ -35,14 +40,13 @@ struct Parameters {
     uint32_t max_level;
     uint32_t top_k;    // 0: off
     uint32_t top_p31;  // in 2^-31; 2^31: off
-    uint64_t seed, sequence_index, position;
+    race::Keys keys;
 
     __device__ bool has_top_p() const { return top_p31 < (1u << 31); }
 };
 
 __device__ inline Parameters read_parameters(const int64_t* words, int size) {
-    Parameters parameters{__uint_as_float((uint32_t)words[0]), (uint32_t)words[1], 0, (uint32_t)words[3],
-                          (uint64_t)words[4], (uint64_t)words[5], (uint64_t)words[6]};
+    Parameters parameters{__uint_as_float((uint32_t)words[0]), (uint32_t)words[1], 0, (uint32_t)words[3], race::read_keys(words + 4)};
     if (words[2] > 0 && words[2] < size) parameters.top_k = (uint32_t)words[2];
     if (parameters.scale == 0.0f) {
         parameters.scale = 1.0f;
@@ -89,6 +93,7 @@ struct Shared {
     uint32_t slice_top, slice_threshold, num_candidates;
     uint32_t tops[kMaxSlices], thresholds[kMaxSlices], counts[kMaxSlices];
     uint64_t found_above, found_above_weight, found_amount, found_weight;
+    uint64_t slice_weight, slice_first;
     uint32_t found;
 };
 
@@ -145,22 +150,6 @@ __device__ inline uint64_t weight_of(uint32_t level) {
     return ((uint64_t)(__float_as_uint(p) - 0x3f000000u) << 16) >> (level >> 23);
 }
 
-// Philox4x32-10 (Salmon et al. 2011), keyed as kernels/philox.py does.
-__device__ inline uint64_t random_bits(const Parameters& parameters) {
-    uint32_t c0 = (uint32_t)parameters.position, c1 = (uint32_t)(parameters.position >> 32), c2 = (uint32_t)parameters.sequence_index, c3 = 0;
-    uint32_t k0 = (uint32_t)parameters.seed, k1 = (uint32_t)(parameters.seed >> 32);
-    for (int round = 0; round < 10; ++round) {
-        const uint64_t p0 = (uint64_t)0xD2511F53u * c0, p1 = (uint64_t)0xCD9E8D57u * c2;
-        c0 = (uint32_t)(p1 >> 32) ^ c1 ^ k0;
-        c1 = (uint32_t)p1;
-        c2 = (uint32_t)(p0 >> 32) ^ c3 ^ k1;
-        c3 = (uint32_t)p0;
-        k0 += 0x9E3779B9u;
-        k1 += 0xBB67AE85u;
-    }
-    return (uint64_t)c0 << 32 | c1;
-}
-
 // ceil(total * p31 / 2^31) for total < 2^62.
 __device__ inline uint64_t share_of(uint64_t total, uint32_t p31) {
     const uint64_t low = (total & 0x7fffffffu) * p31;
@@ -177,10 +166,10 @@ __device__ inline float4 load4(const T* data) {
     return make_float4(to_float(four.x[0]), to_float(four.x[1]), to_float(four.x[2]), to_float(four.x[3]));
 }
 
-// One lane's part of the `kStride` elements from `begin` on: visit(index, component, logit); NaN past the end of the row.
+// One lane's part of the `kStride` elements from `begin` on, four at a time: visit(index of the first, logits); NaN past the end of the row.
 // Every lane of the warp visits equally often, in ascending index.
 template <typename T, typename Visit>
-__device__ inline void visit_stride(const Row<T>& row, int begin, Visit visit) {
+__device__ inline void visit_quads(const Row<T>& row, int begin, Visit visit) {
     const int first = begin + (int)(threadIdx.x % 32) * 4;
     float4 x[4];
     if (row.is_aligned && begin + kStride <= row.size) {  // one branch for the warp, so that all loads are on their way together
@@ -198,13 +187,18 @@ __device__ inline void visit_stride(const Row<T>& row, int begin, Visit visit) {
         }
     }
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-        const int index = first + j * 128;
-        visit(index + 0, 0, x[j].x);
-        visit(index + 1, 1, x[j].y);
-        visit(index + 2, 2, x[j].z);
-        visit(index + 3, 3, x[j].w);
-    }
+    for (int j = 0; j < 4; ++j) visit(first + j * 128, x[j]);
+}
+
+// The same one at a time: visit(index, component, logit).
+template <typename T, typename Visit>
+__device__ inline void visit_stride(const Row<T>& row, int begin, Visit visit) {
+    visit_quads(row, begin, [&](int index, const float4& x) {
+        visit(index + 0, 0, x.x);
+        visit(index + 1, 1, x.y);
+        visit(index + 2, 2, x.z);
+        visit(index + 3, 3, x.w);
+    });
 }
 
 template <int num_warps = kWarps, typename T, typename Visit>
@@ -286,6 +280,22 @@ __device__ inline uint32_t block_max(Shared& shared, uint32_t value) {
     uint32_t result = 0;
     for (int w = 0; w < kWarps; ++w) result = max(result, shared.warp_counts[0][w]);
     __syncthreads();
+    return result;
+}
+
+__device__ __forceinline__ uint64_t warp_min(uint64_t value) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) value = min(value, (uint64_t)__shfl_xor_sync(kFull, (unsigned long long)value, offset));
+    return value;
+}
+
+__device__ inline uint64_t block_min(Shared& shared, uint64_t value) {
+    value = warp_min(value);
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) shared.warp_sums[0][threadIdx.x / 32] = value;
+    __syncthreads();
+    uint64_t result = ~0ull;
+    for (int w = 0; w < kWarps; ++w) result = min(result, shared.warp_sums[0][w]);
     return result;
 }
 
@@ -486,29 +496,57 @@ __device__ uint64_t narrow(Shared& shared, const Row<T>& row, float maximum, flo
     return above_weight + amount * weight_of(level_prefix);
 }
 
-// The whole row, by one block: any parameters, any distribution.
+// Lets the tokens of segments [first, last) that `boundary` keeps race. Returns this thread's first arrival.
 template <typename T>
-__device__ int draw_by_radix(Shared& shared, const Row<T>& row, const Parameters& parameters, float maximum) {
+__device__ inline uint64_t race_segments(const Row<T>& row, int first, int last, const Parameters& parameters, float maximum,
+                                         const Boundary& boundary, const int32_t* table) {
+    race::First best;
+    for (int segment = first + (int)(threadIdx.x / 32); segment < last; segment += kWarps) {
+        for (int offset = 0; offset < row.segment_size; offset += kStride) {
+            visit_quads(row, segment * row.segment_size + offset, [&](int index, const float4& x) {
+                const float logits[4] = {x.x, x.y, x.z, x.w};
+                uint32_t levels[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const uint32_t level = level_of(logits[i], maximum, parameters.scale);
+                    levels[i] = index + i < row.size && boundary.keeps(level, ~key_of(logits[i]), index + i) ? level : kOut;
+                }
+                if (min(min(levels[0], levels[1]), min(levels[2], levels[3])) <= best.limit) {
+                    const race::Words bits = race::token_bits(parameters.keys, (uint32_t)index / 4);
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) best.offer(table, levels[i], bits.x[i], index + i);
+                }
+                best.limit = __reduce_min_sync(kFull, best.limit);  // what lost to any lane need not be looked up
+            });
+        }
+    }
+    return best.arrival;
+}
+
+// The whole row, by one block: any parameters, any distribution. Returns the first arrival. A function of its own, so that the faster paths
+// keep their registers.
+template <typename T>
+__device__ __noinline__ uint64_t draw_by_radix(Shared& shared, Row<T> row, Parameters parameters, float maximum, const int32_t* table) {
     Boundary boundary{parameters.max_level, kFull, kFull};
     const float scale = parameters.scale;
     uint64_t total = 0;
     if (parameters.top_k) total = narrow(shared, row, maximum, scale, boundary, false, parameters.top_k);
-    const auto kept_weight = [&](int index, float x) -> uint64_t {
-        const uint32_t level = level_of(x, maximum, scale);
-        return boundary.keeps(level, ~key_of(x), index) ? weight_of(level) : 0;
-    };
     if (parameters.has_top_p()) {
-        if (!parameters.top_k) total = sum_segments(shared, row, 0, row.num_segments(), kept_weight);
+        if (!parameters.top_k) {
+            total = sum_segments(shared, row, 0, row.num_segments(), [&](int, float x) -> uint64_t {
+                const uint32_t level = level_of(x, maximum, scale);
+                return level <= parameters.max_level ? weight_of(level) : 0;
+            });
+        }
         narrow(shared, row, maximum, scale, boundary, true, share_of(total, parameters.top_p31));
     }
-    total = sum_segments(shared, row, 0, row.num_segments(), kept_weight);
-    __syncthreads();
-    return locate(shared, row, __umul64hi(random_bits(parameters), total) + 1, kept_weight);
+    return block_min(shared, race_segments(row, 0, row.num_segments(), parameters, maximum, boundary, table));
 }
 
 // `count` candidates lie in shared memory, the first of the row in order. row_weight: of all tokens that min-p leaves, where only top-p is on.
-// -1: the nucleus reaches past them.
-__device__ inline int draw_from_candidates(Shared& shared, const Parameters& parameters, float maximum, int count, uint64_t row_weight) {
+// Returns the first arrival; all ones: the nucleus reaches past the candidates.
+__device__ inline uint64_t draw_from_candidates(Shared& shared, const Parameters& parameters, float maximum, const int32_t* table, int count,
+                                                uint64_t row_weight) {
     sort_candidates(shared, count);
     uint64_t weights[kPerThread], sum = 0, total;
     const int limit = parameters.top_k ? min(count, (int)parameters.top_k) : count;
@@ -520,30 +558,23 @@ __device__ inline int draw_from_candidates(Shared& shared, const Parameters& par
         sum += weights[i];
     }
     int kept = limit;
-    block_exclusive_sum(shared, sum, total);
     if (parameters.has_top_p()) {
+        block_exclusive_sum(shared, sum, total);
         const uint64_t target = share_of(parameters.top_k ? total : row_weight, parameters.top_p31);
-        if (total < target) return -1;
+        if (total < target) return ~0ull;
         find_crossing(shared, weights, target, [&](int place, uint64_t) { shared.found = place; });
         __syncthreads();
         kept = shared.found + 1;
     }
-    // Levels rise along the order, so that what min-p drops is a tail: its weight is 0 below, whatever `kept` says.
-    __syncthreads();
-    for (int i = threadIdx.x; i < kept; i += kThreads) shared.candidates[i] = shared.candidates[i] << 32 | shared.candidates[i] >> 32;
-    sort_candidates(shared, kept);
-    for (int i = 0; i < kPerThread; ++i) {
-        const int place = threadIdx.x * kPerThread + i;
-        const uint32_t level = place < kept ? level_of(logit_of_order((uint32_t)shared.candidates[place]), maximum, parameters.scale) : kFull;
-        weights[i] = place < kept && level <= parameters.max_level ? weight_of(level) : 0;
+    race::First best;
+    for (int place = threadIdx.x; place < kept; place += kThreads) {
+        const uint32_t token = (uint32_t)shared.candidates[place];
+        const uint32_t level = level_of(logit_of_order((uint32_t)(shared.candidates[place] >> 32)), maximum, parameters.scale);
+        const race::Words bits = race::token_bits(parameters.keys, token / 4);
+        const uint32_t mine = token % 4 == 0 ? bits.x[0] : token % 4 == 1 ? bits.x[1] : token % 4 == 2 ? bits.x[2] : bits.x[3];
+        if (level <= parameters.max_level) best.offer(table, level, mine, token);
     }
-    sum = 0;
-    for (int i = 0; i < kPerThread; ++i) sum += weights[i];
-    block_exclusive_sum(shared, sum, total);
-    const uint64_t amount = __umul64hi(random_bits(parameters), total) + 1;
-    find_crossing(shared, weights, amount, [&](int place, uint64_t) { shared.found_amount = shared.candidates[place] >> 32; });
-    __syncthreads();
-    return (int)shared.found_amount;
+    return block_min(shared, best.arrival);
 }
 
 // Keys of the maxima of 4 groups a thread, over segments [first, last); segment_sums gets the key of each segment's maximum.
@@ -566,7 +597,8 @@ __device__ inline void group_maxima(Shared& shared, const Row<T>& row, int first
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 2)
-    sample_kernel(const T* logits, int64_t row_stride, int size, int segment_size, const int64_t* parameter_rows, int64_t* token_ids) {
+    sample_kernel(const T* logits, int64_t row_stride, int size, int segment_size, const int64_t* parameter_rows, const int32_t* table,
+                  int64_t* token_ids) {
     Shared& shared = block_memory<Shared>();
     const auto cluster = this_cluster();
     const int num_slices = cluster.num_blocks(), slice = cluster.block_rank();
@@ -577,7 +609,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     const int first = (int)((int64_t)num_segments * slice / num_slices), last = (int)((int64_t)num_segments * (slice + 1) / num_slices);
     const uint32_t wanted = parameters.top_k ? parameters.top_k : parameters.has_top_p() ? kNucleusCandidates : 0;
     const bool collects = wanted > 0 && wanted <= kMaxCandidatesK;
-    const bool adds_up = parameters.top_k == 0;
+    const bool adds_up = parameters.top_k == 0 && parameters.has_top_p();
 
     uint32_t keys[4];
     group_maxima(shared, row, first, last, keys);
@@ -603,16 +635,13 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
     const bool is_empty = row_top <= kLowestKey;  // nothing but NaN and -infinity
     const float maximum = fminf(logit_of(row_top), FLT_MAX), threshold = logit_of(row_threshold);
-    const auto weight = [&](int, float x) -> uint64_t {
-        const uint32_t level = level_of(x, maximum, parameters.scale);
-        return level <= parameters.max_level ? weight_of(level) : 0;
-    };
     Collector collector{threshold};
-    uint64_t slice_weight = 0;
+    uint64_t slice_weight = 0, slice_first = ~0ull;
     if (!is_empty && adds_up) {
         slice_weight = sum_segments(shared, row, first, last, [&](int index, float x) -> uint64_t {
-            if (collects) collector.offer(shared, x, index, size);
-            return weight(index, x);
+            const uint32_t level = level_of(x, maximum, parameters.scale);
+            collector.offer(shared, x, index, size);
+            return level <= parameters.max_level ? weight_of(level) : 0;
         });
     } else if (!is_empty && collects) {
         for (int segment = first + (int)(threadIdx.x / 32); segment < last; segment += kWarps) {
@@ -623,24 +652,25 @@ __global__ void __launch_bounds__(kThreads, 2)
             }
         }
     }
-    if (threadIdx.x == 0) shared.found_weight = slice_weight;
+    if (!is_empty && wanted == 0) {
+        const Boundary boundary{parameters.max_level, kFull, kFull};
+        slice_first = block_min(shared, race_segments(row, first, last, parameters, maximum, boundary, table));
+    }
+    if (threadIdx.x == 0) {
+        shared.slice_weight = slice_weight;
+        shared.slice_first = slice_first;
+    }
     cluster.sync();
     if (slice == 0 && is_empty && threadIdx.x == 0) token_ids[row_index] = 0;
     if (slice == 0 && !is_empty) {
-        uint64_t row_weight = slice_weight;
         if (threadIdx.x < num_slices) shared.counts[threadIdx.x] = cluster.map_shared_rank(&shared, threadIdx.x)->num_candidates;
-        if (adds_up) {
-            for (int i = 1; i < num_slices; ++i) {
-                const Shared* peer = cluster.map_shared_rank(&shared, i);
-                const int begin = (int)((int64_t)num_segments * i / num_slices), end = (int)((int64_t)num_segments * (i + 1) / num_slices);
-                for (int segment = begin + threadIdx.x; segment < end; segment += kThreads) {
-                    shared.segment_sums[segment] = peer->segment_sums[segment];
-                }
-                row_weight += peer->found_weight;
-            }
+        uint64_t row_weight = 0, first_arrival = ~0ull;
+        for (int i = 0; i < num_slices; ++i) {
+            const Shared* peer = cluster.map_shared_rank(&shared, i);
+            row_weight += peer->slice_weight;
+            first_arrival = min(first_arrival, peer->slice_first);
         }
         __syncthreads();
-        int token = -1;
         if (collects) {
             int count = shared.counts[0];
             for (int i = 1; i < num_slices && count <= kCapacity; ++i) {
@@ -652,20 +682,12 @@ __global__ void __launch_bounds__(kThreads, 2)
                 count += more;
             }
             __syncthreads();
-            if (count <= kCapacity) token = draw_from_candidates(shared, parameters, maximum, count, row_weight);
-        } else if (wanted == 0) {
-            token = locate(shared, row, __umul64hi(random_bits(parameters), row_weight) + 1, weight);
+            if (count <= kCapacity) first_arrival = draw_from_candidates(shared, parameters, maximum, table, count, row_weight);
         }
-        if (token < 0) token = draw_by_radix(shared, row, parameters, maximum);
-        if (threadIdx.x == 0) token_ids[row_index] = token;
+        if (first_arrival == ~0ull) first_arrival = draw_by_radix(shared, row, parameters, maximum, table);
+        if (threadIdx.x == 0) token_ids[row_index] = (uint32_t)first_arrival;
     }
     cluster.sync();  // the first block reads the others' shared memory until here
-}
-
-__device__ __forceinline__ uint64_t warp_min(uint64_t value) {
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) value = min(value, (uint64_t)__shfl_xor_sync(kFull, (unsigned long long)value, offset));
-    return value;
 }
 
 // The lowest index of the largest logit; NaN never wins. A cluster shares a row.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels import cpu_attention, cpu_rotary_embedding
+from kernels import cpu_attention, cpu_rotary_embedding, cpu_sampling
 from shared.available_memory import available_memory_bytes
 from shared.batch import ScheduledRequest, SchedulerOutput
 from shared.block_hash import BlockHash, root_hash
@@ -72,6 +72,7 @@ class EngineCore:
         with ThreadPoolExecutor(1) as builder:  # a compiler's few seconds, where the kernel was never built, beside the weights
             builder.submit(cpu_attention.prepare, self.dtype, self.config.head_dim)
             builder.submit(cpu_rotary_embedding.prepare, self.dtype)
+            builder.submit(cpu_sampling.prepare)
             weights = load_weights(source, self.dtype, self.device, progress, pending)
         num_blocks = self._num_blocks()
         self.max_model_len = min(

@@ -1,8 +1,9 @@
 """From logits to tokens. Order: logit_bias; grammar, bad_words, allowed_token_ids, min_tokens; repetition, frequency, presence penalties;
 temperature; min-p; top-k; top-p; draw. min-p, top-k and top-p each look at what the steps before left.
 
-The arithmetic is in kernels/sampling.py, defined in integers: a random row draws once from a counter-based generator keyed by (seed,
-sequence index, position), so its token depends neither on the rest of the batch nor on the worker or its device.
+The arithmetic is in kernels/sampling.py, defined in integers: a random row draws by a race of its tokens, each with bits of a counter-based
+generator keyed by (seed, sequence index, position, token), so its token depends neither on the rest of the batch nor on the worker or its
+device, nor on the last digits of the logits.
 """
 
 from __future__ import annotations

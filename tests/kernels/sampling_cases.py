@@ -8,7 +8,7 @@ import torch
 
 from kernels.row_parameters import row_parameters
 
-AWKWARD_SIZES = [1, 2, 17, 511, 512, 513, 1000, 4099, 49152]
+AWKWARD_SIZES = [1, 2, 5, 17, 128, 511, 512, 513, 1000, 4099, 49152]
 KINDS = ["normal", "flat", "ties", "sorted", "with -inf and nan", "with inf", "nothing finite", "signed zeros", "peaked", "nearly flat"]
 
 

@@ -9,8 +9,9 @@ import torch
 from sampling_cases import AWKWARD_SIZES, KINDS, make_logits, make_parameters
 
 from kernels import reference, sampling
-from kernels.philox import random_bits
-from kernels.row_parameters import row_parameters
+from kernels.exponential_race import OUT, log_times, winners
+from kernels.philox import token_bits
+from kernels.row_parameters import POSITION, row_parameters
 
 
 def parameters_of(**changes: float) -> torch.Tensor:
@@ -42,12 +43,8 @@ def brute_force(logits: list[float], parameters: list[int]) -> int:
             nucleus.append(i)
             mass += weights[i]
         order = nucleus
-    threshold = random_bits(*keys) * sum(weights[i] for i in order) >> 64
-    for i in sorted(order):
-        if weights[i] > threshold:
-            return i
-        threshold -= weights[i]
-    raise AssertionError("the threshold lies below the total")
+    times = log_times(token_bits(torch.tensor([keys]), torch.tensor([i // 4 for i in order])))[0].tolist()
+    return min((levels[i] + times[4 * place + i % 4], i) for place, i in enumerate(order))[1]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -102,29 +99,37 @@ def test_weights_are_the_exponential_to_two_units_in_the_last_place() -> None:
     assert reference.level_weights(torch.tensor([41 << 23, 63 << 23])).tolist() == [0, 0]
 
 
-@pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p", "min_p"),
-    [(1.0, 0, 1.0, 0.0), (0.7, 8, 1.0, 0.0), (1.5, 0, 0.8, 0.0), (1.0, 0, 1.0, 0.05), (1.2, 20, 0.9, 0.01), (3.0, 5, 0.7, 0.0)],
-)
+FILTERS = [
+    (0.0, 0, 1.0, 0.0), (0.5, 0, 1.0, 0.0), (0.7, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (2.0, 0, 1.0, 0.0), (50.0, 0, 1.0, 0.0),
+    (0.7, 8, 1.0, 0.0), (1.0, 2, 1.0, 0.0), (1.0, 1, 1.0, 0.0), (1.5, 0, 0.8, 0.0), (1.0, 0, 0.95, 0.0), (0.3, 0, 0.5, 0.0),
+    (1.0, 0, 0.999, 0.0), (1.0, 0, 1.0, 0.05), (2.0, 0, 1.0, 0.3), (1.2, 20, 0.9, 0.01), (3.0, 5, 0.7, 0.0), (1.0, 40, 1.0, 0.02),
+    (2.5, 0, 0.9, 0.1), (1e9, 0, 0.6, 0.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("temperature", "top_k", "top_p", "min_p"), FILTERS)
 def test_draws_follow_the_sorted_definition(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
     """Chi-square of 200,000 draws against fp64 softmax, sort and cut."""
     num_draws = 200_000
-    logits = torch.randn(60, generator=torch.Generator().manual_seed(4)) * 2
-    probs = (logits.double() / temperature).softmax(-1)
+    logits = torch.randn(24, generator=torch.Generator().manual_seed(4)) * 2
+    probs = (logits.double() / max(temperature, 1e-3)).softmax(-1)
     values, order = probs.sort(descending=True)
     kept = values >= min_p * values[0]
     if top_k:
         kept[top_k:] = False
     values = values.where(kept, 0.0)
     values = values.where(values.cumsum(0) - values < top_p * values.sum(), 0.0)
-    expected = torch.zeros(60, dtype=torch.float64).scatter_(0, order, values / values.sum()) * num_draws
-    weights = reference.kept_weights(logits[None], torch.tensor([row_parameters(temperature, top_k, top_p, min_p, seed=5)]))[0]
-    cumulative, total = weights.cumsum(0), int(weights.sum())
-    thresholds = torch.tensor([random_bits(5, 0, position) * total >> 64 for position in range(num_draws)])
-    draws = torch.searchsorted(cumulative, thresholds, right=True)
-    parameters = torch.tensor([row_parameters(temperature, top_k, top_p, min_p, 5, 0, position) for position in range(500)])
+    expected = torch.zeros(24, dtype=torch.float64).scatter_(0, order, values / values.sum()) * num_draws
+    row = torch.tensor([row_parameters(temperature, top_k, top_p, min_p, seed=5)])
+    is_kept = reference.kept_weights(logits[None], row) > 0
+    scales = row[:, 0].to(torch.int32).view(torch.float32)
+    levels = reference.token_levels(logits[None], scales).where(is_kept, OUT)
+    keys = torch.stack((torch.full((num_draws,), 5), torch.zeros(num_draws, dtype=torch.int64), torch.arange(num_draws)), 1)
+    draws = winners(levels.expand(num_draws, -1), keys)
+    parameters = row.repeat(500, 1)
+    parameters[:, POSITION] = torch.arange(500)
     assert torch.equal(sampling.sample_tokens(logits.expand(500, -1), parameters), draws[:500])
-    counts = torch.bincount(draws, minlength=60)
+    counts = torch.bincount(draws, minlength=24)
     assert not counts[expected == 0].any()
     likely = expected >= 5
     statistic = float(((counts - expected) ** 2 / expected)[likely].sum())

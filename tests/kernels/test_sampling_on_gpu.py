@@ -49,6 +49,33 @@ def test_draws_at_large_vocabularies_equal_the_cpu(vocab_size: int) -> None:
         assert torch.equal(sampling.sample_tokens(logits.cuda(), parameters.cuda()).cpu(), expected)
 
 
+FILTERS = {  # (temperature, top_k, top_p, min_p); the paths are the kernel's, at the larger vocabularies
+    "race alone": (1.0, 0, 1.0, 0.0),
+    "race of a hot row": (50.0, 0, 1.0, 0.0),
+    "race of what min-p leaves": (2.0, 0, 1.0, 0.001),
+    "candidates, top-k": (1.5, 50, 1.0, 0.0),
+    "candidates, all filters": (1.5, 1000, 0.9, 0.001),
+    "candidates, top-p": (0.7, 0, 0.9, 0.0),
+    "radix, top-k": (3.0, 3000, 1.0, 0.0),
+    "radix, top-p": (8.0, 0, 0.95, 0.0),
+    "radix, all filters": (8.0, 3000, 0.9, 1e-4),
+}
+
+
+@pytest.mark.parametrize("name", FILTERS)
+@pytest.mark.parametrize("vocab_size", [5, 128, 49152, 151936, 262144])
+def test_every_path_lets_the_same_token_arrive_first(vocab_size: int, name: str) -> None:
+    """Batches that 8 blocks and 1 block a row serve; many positions, since one draw agrees by chance."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = torch.randn(6, vocab_size, generator=generator) * 3
+    for batch in (12, 300):
+        rows = logits[torch.arange(batch) % 6]
+        parameters = torch.tensor([row_parameters(*FILTERS[name], seed=2**40 + i, sequence_index=i % 3, position=i) for i in range(batch)])
+        expected = sampling.sample_tokens(rows, parameters)
+        poison_allocator()
+        assert torch.equal(sampling.sample_tokens(rows.cuda(), parameters.cuda()).cpu(), expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_logits_draw_as_on_the_cpu(dtype: torch.dtype) -> None:
     for vocab_size in (17, 513, 49152):
