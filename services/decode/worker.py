@@ -353,8 +353,11 @@ class DecodeWorker(WorkerLoop):
                 self._end(sequence.job.request.request_id, f"its grammar failed: {error}", "internal")
 
     def _take_late(self, sequence: DecodeSequence) -> None:
-        held = self._late.pop(sequence.request.request_id, None)
-        if held is not None:
+        request = sequence.request
+        held = self._late.pop(request.request_id, None)
+        # Preempted since, and part of it computed again: its blocks have no room for one token more. It is sampled at the end of that.
+        is_recomputing = request.request_id in self.engine.scheduler.running and request.num_uncomputed_tokens > 0
+        if held is not None and not is_recomputing:
             self._committed.append((sequence, held[1]))
 
     def _refuse_grammar(self, job: DecodeJob, reason: str) -> None:

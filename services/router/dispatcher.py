@@ -294,9 +294,12 @@ class Dispatcher:
                         output = held.pop(0)
                         yield output
                         index = output.sequence_index
-                        if index in live and has_ended(index):
+                        if not has_ended(index):
+                            continue
+                        # Of those held, some may lie behind the stop string, the sequence's own last one among them.
+                        held = [other for other in held if other.sequence_index != index]
+                        if index in live:
                             live.remove(index)
-                            held = [other for other in held if other.sequence_index != index]
                             if live:
                                 abort = AbortRequest(request_id=request_id, sequence_index=index, reason="a stop string was found")
                                 decode.client.send(abort)

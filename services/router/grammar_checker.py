@@ -73,6 +73,8 @@ class GrammarChecker:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _remember(self, key: bytes, answer: dict[str, str]) -> None:
+        if key in self._remembered:  # the same grammar was checked meanwhile for another request
+            return
         self._remembered[key] = answer
         self._remembered_bytes += sum(map(len, answer.values()))
         while len(self._remembered) > MAX_NUM_REMEMBERED or self._remembered_bytes > MAX_REMEMBERED_BYTES:

@@ -42,6 +42,8 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "echo, nothing generated": {"echo": True, "max_tokens": 0},
     "three choices": {"n": 3, "temperature": 0.9, "seed": 16},
     "two greedy choices": {"n": 2, "max_tokens": 5},
+    "best_of": {"n": 2, "best_of": 4, "temperature": 0.9, "seed": 21},
+    "beam search": {"n": 2, "use_beam_search": True, "length_penalty": 1.4},
     "guided_regex": {"guided_regex": "[a-zA-Z0-9 ,.]*", "temperature": 0.9, "seed": 17},
     "guided_json": {"guided_json": {"type": "array", "items": {"type": "integer"}, "minItems": 100}, "temperature": 0.9, "seed": 18},
     "guided_choice, two choices": {"guided_choice": ["red", "dark blue", "green"], "n": 2, "temperature": 0.9, "seed": 19},
@@ -67,8 +69,11 @@ CACHE_STATES: tuple[CacheState, ...] = ("cold", "warm", "half warm")
 """warm: the same prompt was answered before; half warm: its first half was."""
 
 ENDING = {"stop", "stop_token_ids", "echo", "max_tokens", "guided_choice"}
-UNDER_PRESSURE = [name for name, fields in PARAMETERS.items() if not ENDING & set(fields)]
-"""Sets that run on until max_tokens: together they want more blocks than decode has, so some are preempted."""
+WHOLE = {"prompt_logprobs", "best_of", "use_beam_search"}
+"""Fields that do not go with a stream."""
+UNDER_PRESSURE = [name for name, fields in PARAMETERS.items() if not (ENDING | {"best_of", "use_beam_search"}) & set(fields)]
+"""Sets that run on until max_tokens: together they want more blocks than decode has, so some are preempted. Without best_of and beam
+search, which would take minutes so."""
 PRESSURE = {"max_tokens": 48, "min_tokens": 48}
 SEEDED = {"prompt": "The capital of France is", "temperature": 0.9, "seed": 42, "max_tokens": 16, "ignore_eos": True}
 
@@ -117,7 +122,7 @@ def is_allowed(parameters: str, shape: str, is_streamed: bool) -> bool:
     fields = PARAMETERS[parameters]
     if "echo" in fields and "messages" in SHAPES[shape]:
         return False
-    return not ("prompt_logprobs" in fields and is_streamed)
+    return not (is_streamed and WHOLE & set(fields))
 
 
 def matrix() -> list[Case]:
@@ -138,7 +143,7 @@ def matrix() -> list[Case]:
 def pressure() -> list[Case]:
     shapes = itertools.cycle(("numbers", "one block", "a block and a token", "emoji"))
     return [
-        Case(parameters, shape, is_streamed=index % 2 == 1 and "prompt_logprobs" not in PARAMETERS[parameters], cache_state="cold",
+        Case(parameters, shape, is_streamed=index % 2 == 1 and not WHOLE & set(PARAMETERS[parameters]), cache_state="cold",
              is_under_pressure=True)
         for index, (parameters, shape) in enumerate(zip(UNDER_PRESSURE * 2, shapes, strict=False))
     ]  # fmt: skip

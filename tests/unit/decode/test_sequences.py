@@ -9,6 +9,7 @@ from decode_harness import DecodeHarness
 from tiny_models import TINY_CONFIG, with_changes, write_tiny_hf
 
 from shared.model_files.model_source import ModelSource, resolve_model
+from shared.sampling_params import BeamSearchParams
 
 PROMPT = [5, 9, 7, 30, 31, 32, 33, 34, 35, 36]
 FREE = {"temperature": 1.5, "seed": 7, "ignore_eos": True}
@@ -61,6 +62,18 @@ def test_where_not_all_find_room_they_take_turns_and_answer_the_same(
     source: ModelSource, roomy: list[list[int]], settings: dict[str, int]
 ) -> None:
     assert answers(source, 6, **settings) == roomy
+
+
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_a_beam_search_in_the_same_step_changes_no_answer(source: ModelSource, roomy: list[list[int]], width: int) -> None:
+    """Its beams are left out of the draw, and as many forks come in."""
+    with DecodeHarness(source) as decode:
+        decode.submit("beams", PROMPT, num_sequences=width, beam_search=BeamSearchParams(width=width), max_tokens=12, ignore_eos=True)
+        for _ in range(3):
+            decode.turn()
+        decode.submit("r", PROMPT, num_sequences=width + 1, max_tokens=9, **FREE)
+        decode.run()
+        assert decode.answers("r") == roomy[: width + 1]
 
 
 def test_a_sequence_that_ends_gives_its_own_blocks_back_at_once(source: ModelSource) -> None:
