@@ -310,7 +310,7 @@ class DecodeWorker(WorkerLoop):
             drawn += [sequence, *forks]
             rows += [row] * (1 + len(forks))
         if drawn:
-            self._draw(drawn, logits if len(rows) == len(sequences) else logits[rows])
+            self._draw(drawn, logits if rows == list(range(len(sequences))) else logits[rows])
         for job, search in searching.items():
             if search.is_ready:
                 self._advance_beams(job, search)
