@@ -761,6 +761,20 @@ def test_echoed_prompt_with_logprobs_comes_before_the_first_token(bare: Stack, s
         assert joined["text_offset"] == list(range(16))
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_nothing_behind_a_stop_string_is_shown_where_tokens_waited_for_the_prompt(bare: Stack, stream: bool) -> None:
+    """Decode has ended the sequence by itself before the first of its tokens is looked at."""
+    bare.join("prefill", "p", Script(about_prompt_delay_s=0.4))
+    bare.join("decode", "d")
+    bare.wait_ready()
+    response = bare.complete(echo=True, logprobs=0, max_tokens=8, stop=["7"], stream=stream)
+    answers = events(response.text) if stream else [response.json()]
+    choices = [choice for answer in answers for choice in answer["choices"]]
+    assert "".join(choice["text"] for choice in choices) == "1, 2, 3, 4, 5, 6, "
+    assert [token for choice in choices for token in choice["logprobs"]["tokens"]][14:] == [" ", "6", ",", " ", "7"]
+    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["stop"]
+
+
 def half(request: DecodeRequest | PrefillRequest) -> list[Message]:
     return prompt_parts(request)[:2]
 

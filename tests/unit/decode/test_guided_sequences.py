@@ -192,3 +192,24 @@ def test_who_waits_too_long_for_a_grammar_is_told(blocked: DecodeHarness) -> Non
     blocked.worker._late[key] = (sequence, hidden, 0.0)
     run(blocked)
     assert "took longer" in failed(blocked).message
+
+
+def test_a_mask_that_comes_while_its_sequence_is_computed_again_fails_no_step(source: ModelSource, tokenizer: Tokenizer) -> None:
+    """32 tokens fill their blocks; 12 of them a step, the last chunk would take a token drawn meanwhile along, and its block is missing."""
+    with DecodeHarness(source, max_num_batched_tokens=12, enable_prefix_caching=False) as decode:
+        worker, may_compile = decode.worker, threading.Event()
+        worker._grammars._compiler.submit(may_compile.wait, 20)
+        decode.submit("r", (PROMPT * 4)[:32], **FREE, **MATCHING)
+        run(decode, lambda: worker._late)
+        request = worker._sequences["r"].request
+        worker.engine.scheduler._preempt(request)
+        run(decode, lambda: request.num_computed_tokens == 24)
+        may_compile.set()
+        deadline_s = time.monotonic() + 20
+        while worker._inbox.empty():
+            assert time.monotonic() < deadline_s, "the mask does not come"
+            time.sleep(0.001)
+        run(decode)
+        assert not decode.failures()
+        assert re.fullmatch(PATTERN, texts(decode, tokenizer)[0])
+        assert decode.num_used == 0

@@ -99,3 +99,12 @@ def test_many_at_once_are_each_answered(checker: GrammarChecker) -> None:
         return await asyncio.gather(*(checker.check("regex", f"x{number}", "field") for number in range(50)))
 
     assert len(set(asyncio.run(all_of_them()))) == 50
+
+
+def test_a_grammar_that_many_ask_for_at_once_is_counted_once(checker: GrammarChecker) -> None:
+    async def at_once() -> None:
+        await asyncio.gather(*(checker.check("regex", "at once {3}", "field") for _ in range(10)))
+
+    asyncio.run(at_once())
+    held_bytes = sum(len(text) for answer in checker._remembered.values() for text in answer.values())
+    assert checker._remembered_bytes == held_bytes
