@@ -28,7 +28,7 @@ def render(comparisons: Sequence[Comparison]) -> str:
         "everything at once on too few blocks: requests are preempted and resumed. Random draws are over the whole vocabulary",
         "where the parameters name no filter.",
         "",
-        "Made by `tests/parity/parity_table.py`; a test runs the cases and holds this file to what it finds.",
+        "Made by `tests/parity/parity_table.py`; `make long-test` runs the cases and holds this file to what it finds, `make test` runs a part.",
         "",
         "| parameters | cases | " + " | ".join(RESPECTS) + " |",
         "| --- |" + " --- |" * (len(RESPECTS) + 1),
