@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 import os
 import selectors
 import subprocess
@@ -13,6 +14,7 @@ import threading
 import time
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Literal
 
 from shared.errors import InvalidRequestError, OverloadedError, UnavailableError
@@ -25,6 +27,21 @@ START_TIMEOUT_S = 30.0
 MAX_NUM_WAITING = 64
 MAX_NUM_REMEMBERED = 1024
 MAX_REMEMBERED_BYTES = 16 << 20
+DOUBTFUL_S = 60.0
+"""How long a refusal is remembered that may be the machine's fault: it was busy, or short of memory."""
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    grammar: str = ""
+    """In the library's form."""
+    error: str = ""
+    expires_s: float = math.inf
+    """Monotonic."""
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.grammar) + len(self.error)
 
 
 class GrammarChecker:
@@ -37,7 +54,7 @@ class GrammarChecker:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-checker")
         self._lock = threading.Lock()
         self._num_waiting = 0
-        self._remembered: OrderedDict[bytes, dict[str, str]] = OrderedDict()
+        self._remembered: OrderedDict[bytes, _Verdict] = OrderedDict()
         self._remembered_bytes = 0
 
     async def check(self, kind: GrammarKind, text: str, param: str) -> str:
@@ -47,22 +64,20 @@ class GrammarChecker:
         if size_bytes > MAX_GRAMMAR_BYTES:
             raise InvalidRequestError(f"{param} has {size_bytes} bytes; at most {MAX_GRAMMAR_BYTES} are allowed", param=param)
         key = hashlib.sha256(f"{kind}\n{text}".encode(errors="surrogatepass")).digest()
-        answer = self._remembered.get(key)
-        if answer is not None:
-            self._remembered.move_to_end(key)
-        else:
+        verdict = self._recalled(key)
+        if verdict is None:
             if self._num_waiting >= MAX_NUM_WAITING:
                 raise OverloadedError("too many grammars wait to be checked; try again shortly", param=param, retry_after_s=1.0)
             self._num_waiting += 1
             try:
                 line = json.dumps({"kind": kind, "text": text}).encode() + b"\n"
-                answer = await asyncio.get_running_loop().run_in_executor(self._thread, self._ask, line)
+                verdict = await asyncio.get_running_loop().run_in_executor(self._thread, self._ask, line)
             finally:
                 self._num_waiting -= 1
-            self._remember(key, answer)
-        if "error" in answer:
-            raise InvalidRequestError(f"{param} cannot be used: {answer['error']}", param=param)
-        return answer["grammar"]
+            self._remember(key, verdict)
+        if verdict.error:
+            raise InvalidRequestError(f"{param} cannot be used: {verdict.error}", param=param)
+        return verdict.grammar
 
     def close(self) -> None:
         """Ends the process, also in the middle of a check."""
@@ -72,29 +87,41 @@ class GrammarChecker:
             _end(process)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _remember(self, key: bytes, answer: dict[str, str]) -> None:
+    def _recalled(self, key: bytes) -> _Verdict | None:
+        verdict = self._remembered.get(key)
+        if verdict is None:
+            return None
+        if verdict.expires_s <= time.monotonic():
+            self._forget(key)
+            return None
+        self._remembered.move_to_end(key)
+        return verdict
+
+    def _remember(self, key: bytes, verdict: _Verdict) -> None:
         if key in self._remembered:  # the same grammar was checked meanwhile for another request
             return
-        self._remembered[key] = answer
-        self._remembered_bytes += sum(map(len, answer.values()))
+        self._remembered[key] = verdict
+        self._remembered_bytes += verdict.size_bytes
         while len(self._remembered) > MAX_NUM_REMEMBERED or self._remembered_bytes > MAX_REMEMBERED_BYTES:
-            _, forgotten = self._remembered.popitem(last=False)
-            self._remembered_bytes -= sum(map(len, forgotten.values()))
+            self._forget(next(iter(self._remembered)))
+
+    def _forget(self, key: bytes) -> None:
+        self._remembered_bytes -= self._remembered.pop(key).size_bytes
 
     # ---- the checker's thread -----------------------------------------------------------------------------------------
-    def _ask(self, line: bytes) -> dict[str, str]:
-        process, timeout_s = self._running()
-        try:
-            reply = _exchange(process, line, timeout_s)
-        except TimeoutError:
-            self._drop(process)
-            return {"error": f"it takes longer than {timeout_s:g} s to compile; make it smaller or simpler"}
-        except OSError:
-            # Ended by this grammar: stack, memory. Checked once more before it is blamed, it would end the next process as well.
-            self._drop(process)
-            return {"error": "it is nested too deeply or too large; make it smaller or simpler"}
-        answer: dict[str, str] = json.loads(reply)
-        return answer
+    def _ask(self, line: bytes) -> _Verdict:
+        for _ in range(2):
+            process, timeout_s = self._running()
+            try:
+                answer: dict[str, str] = json.loads(_exchange(process, line, timeout_s))
+            except TimeoutError:
+                self._drop(process)
+                return _doubtful(f"it takes longer than {timeout_s:g} s to compile; make it smaller or simpler")
+            except OSError:
+                self._drop(process)  # ended by this grammar (stack, memory) or by something else: one that ends the next too is to blame
+            else:
+                return _Verdict(answer.get("grammar", ""), answer.get("error", ""))
+        return _doubtful("it is nested too deeply or too large; make it smaller or simpler")
 
     def _running(self) -> tuple[subprocess.Popen[bytes], float]:
         with self._lock:
@@ -116,6 +143,10 @@ class GrammarChecker:
             if self._process is process:
                 self._process = None
         _end(process)
+
+
+def _doubtful(error: str) -> _Verdict:
+    return _Verdict(error=error, expires_s=time.monotonic() + DOUBTFUL_S)
 
 
 def _exchange(process: subprocess.Popen[bytes], line: bytes, timeout_s: float) -> bytes:

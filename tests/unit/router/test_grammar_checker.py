@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 import time
 from collections.abc import Iterator
 
 import pytest
 
+from services.router import grammar_checker
 from services.router.grammar_checker import MAX_GRAMMAR_BYTES, GrammarChecker
 from shared.errors import InvalidRequestError
 
@@ -106,5 +108,27 @@ def test_a_grammar_that_many_ask_for_at_once_is_counted_once(checker: GrammarChe
         await asyncio.gather(*(checker.check("regex", "at once {3}", "field") for _ in range(10)))
 
     asyncio.run(at_once())
-    held_bytes = sum(len(text) for answer in checker._remembered.values() for text in answer.values())
-    assert checker._remembered_bytes == held_bytes
+    assert checker._remembered_bytes == sum(verdict.size_bytes for verdict in checker._remembered.values())
+
+
+def test_a_process_that_ends_for_other_reasons_costs_no_grammar_its_use(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange, num_failures = grammar_checker._exchange, 0
+
+    def fail_once(process: subprocess.Popen[bytes], line: bytes, timeout_s: float) -> bytes:
+        nonlocal num_failures
+        if b"good" in line and num_failures == 0:
+            num_failures += 1
+            process.kill()
+            process.wait()
+        return exchange(process, line, timeout_s)
+
+    monkeypatch.setattr(grammar_checker, "_exchange", fail_once)
+    assert check(checker, "regex", "good") and num_failures == 1
+
+
+def test_a_refusal_that_a_busy_machine_may_have_caused_is_not_for_good(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_checker, "DOUBTFUL_S", 0.0)
+    monkeypatch.setattr(checker, "_timeout_s", 0.0)
+    assert "to compile" in refusal(checker, "regex", "slow today")
+    monkeypatch.undo()
+    assert check(checker, "regex", "slow today")
