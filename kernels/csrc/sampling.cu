@@ -12,11 +12,11 @@ int segment_size_of(int size) {
 }
 
 // As many blocks a row as fill the device with `resident` blocks, while each still has a few segments to read.
-int num_slices_of(int64_t num_rows, int size, int resident) {
+int num_slices_of(int64_t num_rows, int size, int resident, int max_slices) {
     int device = 0, has_clusters = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&has_clusters, cudaDevAttrClusterLaunch, device);
-    int num_slices = has_clusters ? kMaxSlices : 1;
+    int num_slices = has_clusters ? max_slices : 1;
     while (num_slices > 1 && (num_rows * num_slices > resident || size < num_slices * 4 * kStride)) num_slices /= 2;
     return num_slices;
 }
@@ -40,18 +40,27 @@ const char* launch_clusters(void (*kernel)(Parameters...), int64_t num_rows, int
 template <typename T>
 const char* sample_rows(const void* logits, int64_t row_stride, int64_t num_rows, int size, const int64_t* parameters, const int32_t* table,
                         int64_t* token_ids, int num_processors, cudaStream_t stream) {
-    return launch_clusters(sample_kernel<T>, num_rows, num_slices_of(num_rows, size, 2 * num_processors), kThreads, stream, (const T*)logits,
+    return launch_clusters(sample_kernel<T>, num_rows, num_slices_of(num_rows, size, 2 * num_processors, kMaxSlices), kThreads, stream, (const T*)logits,
                            row_stride, size, segment_size_of(size), parameters, table, token_ids);
 }
 
 template <typename T>
 const char* greedy_rows(const void* logits, int64_t row_stride, int64_t num_rows, int size, int64_t* token_ids, int num_processors,
                         cudaStream_t stream) {
-    const int num_slices = num_slices_of(num_rows, size, 3 * num_processors), segment_size = segment_size_of(size);
-    // A few rows: twice the threads, so that all of a row is on its way at once.
-    const int num_warps = num_rows * num_slices <= num_processors ? 32 : 16;
-    const auto kernel = num_warps == 32 ? greedy_kernel<T, 32> : greedy_kernel<T, 16>;
-    return launch_clusters(kernel, num_rows, num_slices, num_warps * 32, stream, (const T*)logits, row_stride, size, segment_size, token_ids);
+    const int segment_size = segment_size_of(size);
+    const auto launch = [&](int max_slices) {
+        const int num_slices = num_slices_of(num_rows, size, 3 * num_processors, max_slices);
+        // Twice the threads where each block gets a multiprocessor to itself. Clusters do not fill the last few of a GPU's groups of them.
+        const int num_warps = num_rows * num_slices <= num_processors * 3 / 4 ? 32 : 16;
+        const auto kernel = num_warps == 32 ? greedy_kernel<T, 32> : greedy_kernel<T, 16>;
+        if (num_slices > kMaxSlices && cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) != cudaSuccess) {
+            return last_error();
+        }
+        return launch_clusters(kernel, num_rows, num_slices, num_warps * 32, stream, (const T*)logits, row_stride, size, segment_size, token_ids);
+    };
+    // A few rows: as wide a cluster as there may be, so that all of a row is on its way at once. A part of a GPU may have no room for it.
+    if (num_rows * kMaxGreedySlices <= num_processors / 2 && launch(kMaxGreedySlices) == nullptr) return nullptr;
+    return launch(kMaxSlices);
 }
 
 template <typename T>

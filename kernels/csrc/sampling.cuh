@@ -16,6 +16,8 @@
 #include <float.h>
 #include <stdint.h>
 
+#include <utility>
+
 #include "exponential_race.h"
 
 namespace sampling {
@@ -26,6 +28,7 @@ constexpr int kCapacity = 2048;
 constexpr int kPerThread = kCapacity / kThreads;
 constexpr int kStride = 512;  // elements a warp loads at once; the size of a segment is a multiple of it
 constexpr int kMaxSlices = 8;
+constexpr int kMaxGreedySlices = 16;  // more than the portable eight: Hopper and later take them when asked
 constexpr uint32_t kMaxCandidatesK = 1024;
 constexpr uint32_t kNucleusCandidates = 512;
 constexpr uint32_t kFull = 0xffffffffu;
@@ -104,6 +107,8 @@ struct SingleBlock {  // before Hopper there are no clusters: a block has a row 
     __device__ unsigned num_blocks() const { return 1; }
     __device__ unsigned block_rank() const { return 0; }
     __device__ void sync() const { __syncthreads(); }
+    __device__ int barrier_arrive() const { return 0; }
+    __device__ void barrier_wait(int) const {}
     template <typename Memory>
     __device__ Memory* map_shared_rank(Memory* memory, int) const {
         return memory;
@@ -690,12 +695,15 @@ __global__ void __launch_bounds__(kThreads, 2)
     cluster.sync();  // the first block reads the others' shared memory until here
 }
 
-// The lowest index of the largest logit; NaN never wins. A cluster shares a row.
+// The lowest index of the largest logit; NaN never wins. A cluster shares a row, and each block writes its best into the first one's memory:
+// nothing is read from another block, so there is one barrier on the way out.
 template <typename T, int num_warps>
 __global__ void __launch_bounds__(num_warps * 32, 48 / num_warps)
     greedy_kernel(const T* logits, int64_t row_stride, int size, int segment_size, int64_t* token_ids) {
-    uint64_t(&best)[num_warps] = block_memory<uint64_t[num_warps]>();
+    uint64_t(&best)[num_warps + kMaxGreedySlices] = block_memory<uint64_t[num_warps + kMaxGreedySlices]>();
+    uint64_t* const of_slices = best + num_warps;
     const auto cluster = this_cluster();
+    auto all_run = cluster.barrier_arrive();  // no block may write to one that has not begun
     const int num_slices = cluster.num_blocks(), slice = cluster.block_rank();
     const int64_t row_index = blockIdx.x / num_slices;
     const Row<T> row(logits + row_index * row_stride, size, segment_size);
@@ -714,16 +722,16 @@ __global__ void __launch_bounds__(num_warps * 32, 48 / num_warps)
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (lane == 0) best[warp] = mine;
     __syncthreads();
+    cluster.barrier_wait(std::move(all_run));
     if (warp == 0) {
         mine = warp_min(lane < num_warps ? best[lane] : ~0ull);
-        if (lane == 0) best[0] = mine;
+        if (lane == 0) *cluster.map_shared_rank(of_slices + slice, 0) = mine;
     }
     cluster.sync();
     if (slice == 0 && warp == 0) {
-        const uint64_t winner = warp_min(lane < num_slices ? cluster.map_shared_rank(&best[0], lane)[0] : ~0ull);
+        const uint64_t winner = warp_min(lane < num_slices ? of_slices[lane] : ~0ull);
         if (lane == 0) token_ids[row_index] = (uint32_t)winner;
     }
-    cluster.sync();
 }
 
 // Raw log-softmax in fp32 of one token per asked row, its rank, and the num_top most likely tokens. One block a row.
