@@ -24,7 +24,7 @@ HERE = ROOT / "tests" / "clients"
 FIXTURES = ROOT / "tests" / "contract" / "client_requests"
 DRIVER_TIMEOUT_S = 900
 
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support"), str(HERE)]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
 from client_venv import PACKAGES, InstallError, build, version_of  # noqa: E402
 from local_stack import LocalStack  # noqa: E402
