@@ -40,13 +40,15 @@ class ClientError(Exception):
 def parse_arguments() -> argparse.Namespace:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagewire" / "clients"
     parser = argparse.ArgumentParser(prog="tests/clients/run.py", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", action="append", choices=sorted(PACKAGES), metavar="NAME", help=f"one of {', '.join(PACKAGES)}; may be repeated")
+    parser.add_argument(
+        "--only", action="append", choices=sorted(PACKAGES), metavar="NAME", help=f"one of {', '.join(PACKAGES)}; may be repeated"
+    )
     parser.add_argument("--record", action="store_true", help="write what each client sends to tests/contract/client_requests")
     parser.add_argument("--json", action="store_true", help="one JSON object a client on stdout; progress goes to stderr")
     parser.add_argument("--cache", type=Path, default=cache, metavar="DIR", help="where the environments are kept (default: %(default)s)")
     parser.add_argument(
         "--torch-index-url", default=os.environ.get("TORCH_INDEX_URL") or None, metavar="URL",
-        help="package index that guidellm's torch is taken from, e.g. one of CPU builds (default: TORCH_INDEX_URL, else as pip is configured)",
+        help="package index that guidellm needs its torch from, e.g. one of CPU builds (default: TORCH_INDEX_URL, else pip decides)",
     )  # fmt: skip
     return parser.parse_args()
 
@@ -70,7 +72,9 @@ def main() -> int:
                     say("starting the server ...", flush=True)
                     stack = resources.enter_context(LocalStack())
                 say(f"{client}: running ...", flush=True)
-                drive(client, binaries, stack, tokenizer, work_folder / client, arguments.record, sys.stderr if arguments.json else sys.stdout)
+                drive(
+                    client, binaries, stack, tokenizer, work_folder / client, arguments.record, sys.stderr if arguments.json else sys.stdout
+                )
             except (InstallError, ClientError, subprocess.TimeoutExpired) as caught:
                 error = str(caught)
             result = {
@@ -123,4 +127,7 @@ def client_environment() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -57,7 +57,9 @@ class RecordingProxy:
     @property
     def requests(self) -> list[dict[str, Any]]:
         """One of each kind, in an order that does not depend on which came first."""
-        return sorted(self._recorded.values(), key=lambda request: (request["path"], request["method"], request["status"], kind_of(request)))
+        return sorted(
+            self._recorded.values(), key=lambda request: (request["path"], request["method"], request["status"], kind_of(request))
+        )
 
     async def _forward(self, request: Request) -> StreamingResponse:
         body = await request.body()

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from typing import Literal
 
 import openai
 from langchain_openai import ChatOpenAI, OpenAI
+from pydantic import BaseModel
+
+
+class Verdict(BaseModel):
+    verdict: Literal["yes", "no"]
 
 
 def check_usage(usage: dict) -> None:
@@ -45,6 +51,10 @@ def main(base_url: str, model: str) -> None:
     assert all(message.content for message in batch)
     asyncio.run(asynchronous(chat))
     print("langchain-openai: batch and asynchronous work", flush=True)
+
+    verdict = ChatOpenAI(**settings, temperature=0, max_tokens=40).with_structured_output(Verdict).invoke("Is Paris in France?")
+    assert isinstance(verdict, Verdict)
+    print("langchain-openai: structured output works", flush=True)
 
     completion = OpenAI(**settings, temperature=0, max_tokens=8)
     assert completion.invoke("1, 2, 3, 4, 5,").startswith(" 6, 7")

@@ -9,7 +9,7 @@ from typing import Any
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it fetches a table of prices when imported
 
-import litellm  # noqa: E402
+import litellm
 
 litellm.suppress_debug_info = True
 MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]

@@ -46,7 +46,9 @@ def main(base_url: str, model: str) -> None:
         print("llm: --no-stream works", flush=True)
 
         assert ask(folder, "-c", "And of Spain?", "-o", "max_tokens", "8")
-        assert ask(folder, "-m", "served-completion", "1, 2, 3, 4, 5,", "-o", "temperature", "0", "-o", "max_tokens", "8").startswith(" 6, 7")
+        assert ask(folder, "-m", "served-completion", "1, 2, 3, 4, 5,", "-o", "temperature", "0", "-o", "max_tokens", "8").startswith(
+            " 6, 7"
+        )
         print("llm: a conversation and a completion work", flush=True)
 
         failed = run(folder, "-m", "missing", "hi")
