@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -55,7 +56,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse_arguments()
-    say = print if not arguments.json else lambda *words: print(*words, file=sys.stderr)
+    output = sys.stderr if arguments.json else sys.stdout
+    say = functools.partial(print, file=output, flush=True)
     results = []
     with contextlib.ExitStack() as resources:
         work_folder = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="pagewire-clients-")))
@@ -66,15 +68,13 @@ def main() -> int:
             start_s = time.monotonic()
             error = None
             try:
-                say(f"{client} {version_of(client)}: environment ...", flush=True)
+                say(f"{client} {version_of(client)}: environment ...")
                 binaries = build(client, arguments.cache / client, arguments.torch_index_url)
                 if stack is None:
-                    say("starting the server ...", flush=True)
+                    say("starting the server ...")
                     stack = resources.enter_context(LocalStack())
-                say(f"{client}: running ...", flush=True)
-                drive(
-                    client, binaries, stack, tokenizer, work_folder / client, arguments.record, sys.stderr if arguments.json else sys.stdout
-                )
+                say(f"{client}: running ...")
+                drive(client, binaries, stack, tokenizer, work_folder / client, arguments.record, output)
             except (InstallError, ClientError, subprocess.TimeoutExpired) as caught:
                 error = str(caught)
             result = {
@@ -82,7 +82,7 @@ def main() -> int:
                 "seconds": round(time.monotonic() - start_s, 1), "error": error,
             }  # fmt: skip
             results.append(result)
-            say(f"{client}: {'passed' if error is None else 'FAILED: ' + error} ({result['seconds']} s)", flush=True)
+            say(f"{client}: {'passed' if error is None else 'FAILED: ' + error} ({result['seconds']} s)")
             if arguments.json:
                 print(json.dumps(result), flush=True)
     num_failed = sum(not result["passed"] for result in results)
