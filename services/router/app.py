@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from services.router.api_keys import ApiKeys
 from services.router.error_object import error_response, status_response
 from services.router.frontend import Frontend
 from services.router.http_edge import HttpEdge, read_json_body, receipt_of
@@ -39,6 +40,7 @@ class RouterParts:
     """What the routes need, built in __main__. `start` and `stop` run on the server's event loop."""
 
     model: ServedModel
+    api_keys: ApiKeys
     directory: WorkerDirectory
     index: RedisPrefixIndexReader
     frontend: Frontend
@@ -68,7 +70,7 @@ def create_app(parts: RouterParts) -> ASGIApp:
     _add_generation_routes(app, parts)
     _add_model_routes(app, parts)
     _add_status_routes(app, parts)
-    return HttpEdge(app, lambda route, status: parts.metrics.http_requests.labels(route, str(status)).inc())
+    return HttpEdge(app, parts.api_keys, lambda route, status: parts.metrics.http_requests.labels(route, str(status)).inc())
 
 
 def _add_error_handlers(app: FastAPI) -> None:
@@ -85,7 +87,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_request: Request, error: RequestValidationError) -> Response:
-        return status_response(422, str(error.errors()[0]["msg"]))
+        return status_response(400, str(error.errors()[0]["msg"]))
 
     @app.exception_handler(ClientDisconnect)
     async def gone(_request: Request, _error: ClientDisconnect) -> Response:
@@ -153,7 +155,7 @@ def _add_model_routes(app: FastAPI, parts: RouterParts) -> None:
 
 
 def _add_status_routes(app: FastAPI, parts: RouterParts) -> None:
-    @app.api_route("/health", methods=["GET", "HEAD"], response_model=None)
+    @app.get("/health", response_model=None)
     async def health() -> Response:
         return Response(status_code=200)
 
@@ -186,10 +188,6 @@ def _add_status_routes(app: FastAPI, parts: RouterParts) -> None:
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:
         return Response(parts.metrics.render(), media_type=CONTENT_TYPE)
-
-    @app.head("/metrics", response_model=None, include_in_schema=False)
-    async def metrics_head() -> Response:
-        return Response(media_type=CONTENT_TYPE)
 
 
 def _json(value: Any, status: int = 200) -> Response:

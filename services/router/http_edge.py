@@ -14,9 +14,10 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.router.error_object import status_response
+from services.router.api_keys import ApiKeys
+from services.router.error_object import error_response, status_response
 from services.router.observation import Receipt
-from shared.errors import InvalidRequestError
+from shared.errors import AuthenticationError, InvalidRequestError
 from shared.ids import new_request_id
 
 _logger = logging.getLogger(__name__)
@@ -37,8 +38,9 @@ class UnsupportedMediaTypeError(InvalidRequestError):
 class HttpEdge:
     """`count(route, status)` gets the route's template, never the path a client made up."""
 
-    def __init__(self, app: ASGIApp, count: Callable[[str, int], None]) -> None:
+    def __init__(self, app: ASGIApp, api_keys: ApiKeys, count: Callable[[str, int], None]) -> None:
         self._app = app
+        self._api_keys = api_keys
         self._count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -58,8 +60,13 @@ class HttpEdge:
                 MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
             await send(message)
 
+        # HEAD is GET without the body, which the server leaves out; it looks at its own scope for that, not at this copy.
+        scope = {**scope, "method": "GET" if scope["method"] == "HEAD" else scope["method"]}
         try:
+            self._api_keys.check(scope["path"], _raw_header(scope, b"authorization"))
             await self._app(scope, receive, send_stamped)
+        except AuthenticationError as error:
+            await error_response(error)(scope, receive, send_stamped)
         except Exception:
             _logger.exception("request failed")
             if status == 0:
@@ -67,6 +74,10 @@ class HttpEdge:
         finally:
             route = scope.get("route")
             self._count(getattr(route, "path", "unknown"), status)
+
+
+def _raw_header(scope: Scope, wanted: bytes) -> bytes | None:
+    return next((value for name, value in scope["headers"] if name == wanted), None)
 
 
 def receipt_of(request: Request) -> Receipt:
