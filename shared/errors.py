@@ -36,6 +36,13 @@ class ModelNotFoundError(InvalidRequestError):
     error_type = "not_found_error"
 
 
+class ResponseNotFoundError(InvalidRequestError):
+    """An earlier response is asked for; none is stored."""
+
+    http_status = 404
+    error_type = "not_found_error"
+
+
 class AuthenticationError(PagewireError):
     """The request came without an API key, or with one that is not accepted here."""
 

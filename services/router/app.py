@@ -29,10 +29,11 @@ from services.router.openai_types import (
     TokenizeRequest,
     parse_body,
 )
+from services.router.responses_request import ResponsesRequest
 from services.router.served_model import ServedModel
 from services.router.workers import WorkerDirectory
 from shared.cache.redis_prefix_index import RedisPrefixIndexReader
-from shared.errors import PagewireError
+from shared.errors import PagewireError, ResponseNotFoundError
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,11 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def invalid(_request: Request, error: RequestValidationError) -> Response:
         return status_response(400, str(error.errors()[0]["msg"]))
 
+    @app.exception_handler(Exception)
+    async def bug(_request: Request, _error: Exception) -> Response:
+        """The framework raises it again when it has sent this, so that the edge logs it."""
+        return status_response(500, "internal error; the log of the router has the details")
+
     @app.exception_handler(ClientDisconnect)
     async def gone(_request: Request, _error: ClientDisconnect) -> Response:
         return status_response(400, "the client hung up while sending the body")
@@ -115,6 +121,15 @@ def _add_generation_routes(app: FastAPI, parts: RouterParts) -> None:
     async def chat_completions(request: Request) -> Response:
         body = parse_body(ChatCompletionRequest, await read_json_body(request))
         return await parts.frontend.chat(body, receipt_of(request))
+
+    @app.post("/v1/responses", response_model=None, openapi_extra=_body_schema(ResponsesRequest))
+    async def responses(request: Request) -> Response:
+        body = parse_body(ResponsesRequest, await read_json_body(request))
+        return await parts.frontend.respond(body, receipt_of(request))
+
+    @app.api_route("/v1/responses/{response_id}", methods=["GET", "DELETE"], response_model=None)
+    async def stored_response(response_id: str) -> Response:
+        raise ResponseNotFoundError(f"there is no response {response_id[:100]!r}: this server stores none (as with store=false)")
 
 
 def _add_model_routes(app: FastAPI, parts: RouterParts) -> None:

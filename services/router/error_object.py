@@ -21,11 +21,6 @@ def error_object(error: PagewireError) -> dict[str, Any]:
     return error_json(error.message, error.error_type, error.param, error.code or error.http_status)
 
 
-def error_event(error: PagewireError) -> bytes:
-    """The last event of a stream that broke off; nothing follows it, in particular no [DONE]."""
-    return b"data: " + orjson.dumps(error_object(error)) + b"\n\n"
-
-
 def error_response(error: PagewireError, headers: dict[str, str] | None = None) -> Response:
     body = error_object(error)
     headers = dict(headers or {})

@@ -1,7 +1,7 @@
 """What every request meets first: its time of arrival and id, and what every response leaves with: the id and a count.
 
-Plain ASGI, outermost, so that the arrival is stamped before any other code of ours runs. Errors that reach this edge are bugs:
-they are logged and answered in the OpenAI error object.
+Plain ASGI, outermost, so that the arrival is stamped before any other code of ours runs. Errors that reach this edge are bugs, which
+the application has answered: they are logged.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.router.api_keys import ApiKeys
-from services.router.error_object import error_response, status_response
+from services.router.error_object import error_response
 from services.router.observation import Receipt
 from shared.errors import AuthenticationError, InvalidRequestError
 from shared.ids import new_request_id
@@ -69,8 +69,6 @@ class HttpEdge:
             await error_response(error)(scope, receive, send_stamped)
         except Exception:
             _logger.exception("request failed")
-            if status == 0:
-                await status_response(500, "internal error; the log of the router has the details")(scope, receive, send_stamped)
         finally:
             route = scope.get("route")
             self._count(getattr(route, "path", "unknown"), status)

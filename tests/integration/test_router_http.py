@@ -1048,3 +1048,11 @@ def test_sigterm_ends_the_process_within_three_seconds_even_with_a_request_runni
     process.stderr.close()
     for worker in workers:
         worker.close()
+
+
+def test_a_bug_is_answered_with_the_error_object(bare: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(bare.parts.frontend), "complete", lambda *_: 1 / 0)
+    response = bare.complete()
+    check_error(response, 500)
+    assert response.headers["x-request-id"]
+    assert bare.client.get("/health").status_code == 200
