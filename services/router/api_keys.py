@@ -10,7 +10,7 @@ from pathlib import Path
 from shared.config import Settings
 from shared.errors import AuthenticationError, ConfigurationError
 
-OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/version", "/metrics", "/openapi.json", "/docs"})
+OPEN_PATHS = frozenset({"/", "/health", "/ping", "/ready", "/version", "/metrics", "/openapi.json", "/docs"})
 """What probes, scrapers and browsers read without a key; so are the files of the page (`/docs/...`). All else needs one."""
 _SCHEME = b"bearer "
 
@@ -20,6 +20,10 @@ class ApiKeys:
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = [_digest(key.encode()) for key in dict.fromkeys(keys)]
+
+    @property
+    def are_needed(self) -> bool:
+        return bool(self._digests)
 
     def check(self, path: str, authorization: bytes | None) -> None:
         """Raises AuthenticationError unless `authorization`, the header as it came, holds one of the keys or none is needed."""

@@ -51,7 +51,7 @@ def test_any_of_the_keys_opens_and_nothing_else(authorization: bytes | None, acc
 
 def test_probes_and_the_documentation_need_no_key_and_all_else_does() -> None:
     keys = keys_of(PAGEWIRE_ROUTER_API_KEYS="k")
-    for path in ("/health", "/ready", "/ping", "/version", "/metrics", "/docs", "/docs/swagger-ui.css", "/openapi.json"):
+    for path in ("/", "/health", "/ready", "/ping", "/version", "/metrics", "/docs", "/docs/swagger-ui.css", "/openapi.json"):
         assert is_accepted(keys, None, path)
     for path in ("/v1/models", "/tokenize", "/detokenize", "/v1/responses", "/nothing", "/health/../v1/models", "//health", "/documents"):
         assert not is_accepted(keys, None, path)
