@@ -18,6 +18,7 @@ from services.router.app import RouterParts, create_app
 from services.router.dispatcher import Dispatcher
 from services.router.frontend import Frontend
 from services.router.grammar_checker import GrammarChecker
+from services.router.http_protocol import HttpProtocol
 from services.router.metrics import RouterMetrics
 from services.router.served_model import ChatRenderer, ServedModel
 from services.router.tool_calls import family_of, takes_tools
@@ -135,7 +136,7 @@ def run(settings: Settings) -> int:
             config = uvicorn.Config(
                 create_app(parts),
                 loop="uvloop",
-                http="httptools",
+                http=HttpProtocol,
                 ws="none",
                 access_log=False,
                 log_config=None,

@@ -6,6 +6,7 @@ the application has answered: they are logged.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from shared.ids import new_request_id
 
 _logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 10 << 20
+BODY_TIMEOUT_S = 60.0
 REQUEST_ID_HEADER = "x-request-id"
 _RECEIPT_KEY = "pagewire.receipt"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -33,6 +35,10 @@ class BodyTooLargeError(InvalidRequestError):
 
 class UnsupportedMediaTypeError(InvalidRequestError):
     http_status = 415
+
+
+class BodyTimeoutError(InvalidRequestError):
+    http_status = 408
 
 
 class HttpEdge:
@@ -84,18 +90,25 @@ def receipt_of(request: Request) -> Receipt:
 
 
 async def read_json_body(request: Request) -> bytes:
-    """The body, at most MAX_BODY_BYTES. Raises BodyTooLargeError, UnsupportedMediaTypeError."""
+    """The body, at most MAX_BODY_BYTES. Raises BodyTooLargeError, BodyTimeoutError, UnsupportedMediaTypeError."""
     media_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if media_type != "application/json" and not media_type.endswith("+json"):
         raise UnsupportedMediaTypeError(f"content-type {media_type[:100]!r} is not supported; send application/json")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise UnsupportedMediaTypeError(f"content-encoding {encoding[:100]!r} is not supported; send the body as it is")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
         raise BodyTooLargeError(f"the body has {declared} bytes; at most {MAX_BODY_BYTES} are taken")
     parts: list[bytes] = []
     size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size > MAX_BODY_BYTES:
-            raise BodyTooLargeError(f"the body has more than {MAX_BODY_BYTES} bytes")
-        parts.append(part)
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for part in request.stream():
+                size += len(part)
+                if size > MAX_BODY_BYTES:
+                    raise BodyTooLargeError(f"the body has more than {MAX_BODY_BYTES} bytes")
+                parts.append(part)
+    except TimeoutError as error:
+        raise BodyTimeoutError(f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s; {size} bytes of it came") from error
     return b"".join(parts)

@@ -21,6 +21,7 @@ _MEANINGS: dict[int, str] = {
     400: "The request cannot be served as it is; `param` names the field at fault.",
     401: "No API key, or one that is not accepted.",
     404: "What was named is not here.",
+    408: "The body did not arrive in time.",
     413: "The body is too large.",
     415: "The body is not JSON by its content-type.",
     429: "Too many requests are in flight; Retry-After says when to come back.",
@@ -29,8 +30,8 @@ _MEANINGS: dict[int, str] = {
     503: "No worker can serve this now; Retry-After says when to come back, where that is known.",
     504: "The request's deadline passed.",
 }
-GENERATION_ERRORS = (400, 404, 413, 415, 429, 500, 502, 503, 504)
-BODY_ERRORS = (400, 404, 413, 415, 500)
+GENERATION_ERRORS = (400, 404, 408, 413, 415, 429, 500, 502, 503, 504)
+BODY_ERRORS = (400, 404, 408, 413, 415, 500)
 
 
 class _Described(BaseModel):
