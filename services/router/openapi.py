@@ -220,7 +220,7 @@ def answers(answer: type[BaseModel] | None, errors: Sequence[int] = (), stream: 
     if answer is not None:
         described[200]["model"] = answer
     if stream:
-        described[200]["content"] = {"text/event-stream": {"schema": {"type": "string", "description": stream}}}
+        described[200]["content"] = {"text/event-stream": {"schema": {"description": stream}}}
     for status in errors:
         described[status] = {"model": Error, "description": _MEANINGS[status]}
     return described
