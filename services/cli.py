@@ -40,6 +40,7 @@ def up(
     host: Annotated[str | None, typer.Option(help="Address the router listens on. Default: 127.0.0.1.")] = None,
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port the router listens on. Default: 8000.")] = None,
     aggregated: Annotated[bool, typer.Option("--aggregated", help="No prefill workers: decode workers compute prompts too.")] = False,
+    transport: Annotated[str | None, typer.Option(help="How KV travels: shm, ipc or tcp. Default: auto, the fastest that works.")] = None,
     redis: RedisUrl = None,
     api_key: ApiKeys = None,
     as_json: Json = False,
@@ -50,7 +51,9 @@ def up(
 
     import os  # isort: skip
 
-    settings = load_settings("router", model=model, host=host, port=port, aggregated=aggregated or None, api_keys=_joined(api_key))
+    settings = load_settings(
+        "router", model=model, host=host, port=port, aggregated=aggregated or None, api_keys=_joined(api_key), kv_transport=transport
+    )
     if settings.aggregated and prefill is not None:
         raise ConfigurationError("--prefill and --aggregated exclude each other: an aggregated system has no prefill workers")
     num_prefill = 0 if settings.aggregated else prefill or 1
