@@ -16,7 +16,7 @@ MIN_COVERAGE := 85
 SANITIZED := d01 or d03 or d16 or greedy or large_vocabularies or fp8_saturates or residual or extreme or pinned
 
 .DEFAULT_GOAL := help
-.PHONY: help up install test long-test check format compile-cuda gpu-test gpu-sanitize e2e clients clean
+.PHONY: help up install test long-test fuzz check format compile-cuda gpu-test gpu-sanitize e2e clients clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1	\2/' | expand -t 18
@@ -42,6 +42,9 @@ format: $(DEV) ## Let ruff fix and format the code
 
 long-test: $(DEV) ## Run in full what make test tries a part of: the whole parity matrix, all schemas and questions
 	@$(BIN)/python -m pytest -m long $(ARGS)
+
+fuzz: $(DEV) ## Make 20,000 requests from the API's own description, valid and not (make test: a few hundred)
+	@PAGEWIRE_FUZZ_EXAMPLES=2000 $(BIN)/python -m pytest --timeout 7200 tests/fuzz/test_api_fuzz.py $(ARGS)
 
 gpu-test: $(DEV) ## Run the tests that need an NVIDIA GPU
 	@$(BIN)/python -m pytest -m gpu $(ARGS)

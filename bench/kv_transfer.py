@@ -1,9 +1,10 @@
-"""GB/s of a KV transfer over the loopback beside raw ZeroMQ and raw TCP with the same payloads, each side in its own process.
+"""GB/s of a KV transfer over each transport, beside raw ZeroMQ, raw TCP and plain copies of the same payloads; a process for each side.
 
     python bench/kv_transfer.py [--mib 512] [--chunk-kib 2048] [--lanes 2] [--repeat 3]
 
 The raw figures send the same number of bytes from one buffer, one connection per lane, and touch nothing but the socket; the KV path
-also checksums on both sides and copies into its block.
+also checksums on both sides and copies into its block. The plain copies are those that shared memory cannot do without: out of another
+process's memory, chunk by chunk, by as many threads as there are lanes.
 """
 
 from __future__ import annotations
@@ -33,13 +34,18 @@ from shared.transport.frames import KVDtype
 from shared.transport.kv_layout import KVLayout
 from shared.transport.receiver import KVReceiver
 from shared.transport.sender import KVSender
+from shared.transport.shared_segment import SegmentOffer, SegmentReader, SharedSegment
+from shared.transport.transport_name import BY_SPEED
+from shared.transport.wire_speed import copy_bytes
 from shared.transport.zmq_sockets import new_context, new_lane_socket
 
 
 class ArrayMemory:
     def __init__(self, num_blocks: int, block_nbytes: int) -> None:
+        self.segment = SharedSegment(num_blocks * block_nbytes)
+        self.array = np.frombuffer(self.segment.view, np.uint8).reshape(num_blocks, block_nbytes)
         # Filled, so that no page is touched for the first time inside the measurement.
-        self.array = np.full((num_blocks, block_nbytes), 1, np.uint8)
+        self.array.fill(1)
 
     def block_view(self, block_id: int) -> memoryview:
         return memoryview(self.array[block_id])
@@ -87,7 +93,8 @@ def measure_kv(layout: KVLayout, settings: Settings, num_blocks: int, repeat: in
     child = multiprocessing.Process(target=serve_kv, args=(theirs, layout, settings, num_blocks, repeat))
     child.start()
     peer, events = KVPeer(**ours.recv()), SenderEnd()
-    sender = KVSender(layout, ArrayMemory(num_blocks, layout.block_nbytes), new_incarnation(), events, SystemClock(), settings, "prefill")
+    memory, clock = ArrayMemory(num_blocks, layout.block_nbytes), SystemClock()
+    sender = KVSender(layout, memory, new_incarnation(), events, clock, settings, "prefill", segment=memory.segment.offer)
     rates = []
     for number in range(repeat):
         transfer_id = f"{number:032x}"
@@ -142,6 +149,33 @@ def send_raw_tcp(port: int, num_chunks: int, chunk: int) -> None:
             connection.sendall(payload)
 
 
+def serve_copies(pipe: Connection, num_chunks: int, chunk: int, lanes: int, offer: SegmentOffer) -> None:
+    reader, target = SegmentReader(offer), np.full((num_chunks, chunk), 1, np.uint8)
+
+    def copy(lane: int) -> None:
+        for number in range(lane, num_chunks, lanes):
+            copy_bytes(memoryview(target[number]), reader.read(number * chunk, chunk))
+
+    copy(0)  # maps the pages
+    start = time.perf_counter()
+    threads = [threading.Thread(target=copy, args=(lane,)) for lane in range(lanes)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    pipe.send(num_chunks * chunk / (time.perf_counter() - start))
+
+
+def measure_copies(num_chunks: int, chunk: int, lanes: int) -> float:
+    memory = ArrayMemory(num_chunks, chunk)
+    ours, theirs = multiprocessing.Pipe()
+    child = multiprocessing.Process(target=serve_copies, args=(theirs, num_chunks, chunk, lanes, memory.segment.offer))
+    child.start()
+    rate = float(ours.recv())
+    child.join()
+    return rate
+
+
 def measure_raw(
     serve: Callable[[Connection, int, int], None], send: Callable[[int, int, int], None], num_chunks: int, chunk: int, lanes: int
 ) -> float:
@@ -175,11 +209,13 @@ def main() -> None:
     layout = KVLayout(
         model_fingerprint="bench", dtype=KVDtype.BFLOAT16, block_size=16, num_layers=max(1, chunk >> 16), num_kv_heads=8, head_dim=128
     )
-    settings = Settings(kv_lanes=options.lanes, kv_max_chunk_bytes=layout.block_nbytes)
     num_blocks = (options.mib << 20) // layout.block_nbytes
     print(f"{options.mib} MiB in chunks of {layout.block_nbytes >> 10} KiB, {options.lanes} lanes, median of {options.repeat}, GB/s:")
     raw = {"raw ZeroMQ PUSH/PULL": (serve_raw_zmq, send_raw_zmq), "raw TCP": (serve_raw_tcp, send_raw_tcp)}
-    report("KVX/1 (checksums, copy into the block)", measure_kv(layout, settings, num_blocks, options.repeat))
+    for transport in BY_SPEED:
+        settings = Settings(kv_lanes=options.lanes, kv_max_chunk_bytes=layout.block_nbytes, kv_transport=transport)
+        report(f"KVX/1 over {transport}", measure_kv(layout, settings, num_blocks, options.repeat))
+    report("plain copies", [measure_copies(num_blocks, chunk, options.lanes) for _ in range(options.repeat)])
     for name, (serve, send) in raw.items():
         report(name, [measure_raw(serve, send, num_blocks, chunk, options.lanes) for _ in range(options.repeat)])
 

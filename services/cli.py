@@ -23,6 +23,12 @@ app = typer.Typer(
 Model = Annotated[str | None, typer.Option(help="'smollm2' (packaged), a .gguf file, a Hugging Face directory, or a Hub id.")]
 RedisUrl = Annotated[str | None, typer.Option("--redis", help="Redis URL. Default: REDIS_URL, else one is started.")]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output: one JSON object a line.")]
+ApiKeys = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--api-key", help="A key that clients must send; may be repeated. It shows in the process list: or set PAGEWIRE_API_KEYS_FILE."
+    ),
+]
 Url = Annotated[str, typer.Option(help="Where the router listens.", envvar="PAGEWIRE_URL")]
 
 
@@ -34,7 +40,9 @@ def up(
     host: Annotated[str | None, typer.Option(help="Address the router listens on. Default: 127.0.0.1.")] = None,
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port the router listens on. Default: 8000.")] = None,
     aggregated: Annotated[bool, typer.Option("--aggregated", help="No prefill workers: decode workers compute prompts too.")] = False,
+    transport: Annotated[str | None, typer.Option(help="How KV travels: shm, ipc or tcp. Default: auto, the fastest that works.")] = None,
     redis: RedisUrl = None,
+    api_key: ApiKeys = None,
     as_json: Json = False,
 ) -> None:
     """Start the whole system on this machine and serve until Ctrl-C."""
@@ -43,7 +51,9 @@ def up(
 
     import os  # isort: skip
 
-    settings = load_settings("router", model=model, host=host, port=port, aggregated=aggregated or None)
+    settings = load_settings(
+        "router", model=model, host=host, port=port, aggregated=aggregated or None, api_keys=_joined(api_key), kv_transport=transport
+    )
     if settings.aggregated and prefill is not None:
         raise ConfigurationError("--prefill and --aggregated exclude each other: an aggregated system has no prefill workers")
     num_prefill = 0 if settings.aggregated else prefill or 1
@@ -57,12 +67,13 @@ def router(
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port to listen on.")] = None,
     redis: RedisUrl = None,
+    api_key: ApiKeys = None,
 ) -> None:
     """Run one router (as its container does). Further settings: PAGEWIRE_* variables, see the README."""
     from services.router.__main__ import run
     from shared.config import load_settings
 
-    raise typer.Exit(run(load_settings("router", model=model, host=host, port=port, redis_url=redis)))
+    raise typer.Exit(run(load_settings("router", model=model, host=host, port=port, redis_url=redis, api_keys=_joined(api_key))))
 
 
 @app.command()
@@ -90,13 +101,14 @@ def complete(
     max_tokens: Annotated[int, typer.Option(min=1)] = 64,
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
     chat: Annotated[bool, typer.Option("--chat", help="Send it as a chat message.")] = False,
+    api_key: Annotated[str | None, typer.Option(help="Where the server needs one.", envvar="PAGEWIRE_API_KEY")] = None,
     as_json: Json = False,
 ) -> None:
     """Complete a prompt on a running server; the answer streams to the terminal."""
     from services.local.completion_client import stream_completion
 
     body: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
-    for event in stream_completion(url, text, chat, body):
+    for event in stream_completion(url, text, chat, body, api_key):
         if as_json:
             print(json.dumps(event), flush=True)
         else:
@@ -129,6 +141,10 @@ def export_tokenizer(
 
     resolve_model(model).load_tokenizer().save_pretrained(folder)
     print(folder)
+
+
+def _joined(api_keys: list[str] | None) -> str | None:
+    return ",".join(api_keys) if api_keys else None
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
 from shared.errors import ConfigurationError
 
@@ -34,6 +34,8 @@ class Settings(BaseModel):
     redis_namespace: str = Field("pagewire", description="prefix of every Redis key")
     host: str = Field("127.0.0.1", description="router: address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="router: port to listen on")
+    api_keys: SecretStr | None = Field(None, description="router: keys that clients must send, separated by commas; default: none needed")
+    api_keys_file: str | None = Field(None, description="router: a file with a key a line, besides or instead of api_keys")
     bind_host: str = Field("127.0.0.1", description="worker: address its ZeroMQ sockets bind to")
     advertise_host: str | None = Field(None, description="worker: host name others reach it by; default: bind_host")
     worker_id: str | None = Field(None, description="worker: stable name; default: role and host name")
@@ -57,6 +59,8 @@ class Settings(BaseModel):
     local_prefill_max_tokens: int = Field(16, ge=0, description="an uncached tail this short behind a cached prefix stays on decode")
 
     # KV transfer
+    kv_transport: Literal["auto", "shm", "ipc", "tcp"] = Field("auto", description="auto: the fastest that both ends can use")
+    kv_min_gb_per_s: float = Field(0.1, ge=0, description="decode: a wire that is slower when probed is warned about")
     kv_lanes: int = Field(2, ge=1, le=4, description="data sockets between one prefill and one decode worker")
     kv_max_chunk_bytes: int = Field(4 << 20, ge=4096)
     kv_credits: int = Field(16, ge=1, description="chunks in flight per transfer")
@@ -87,4 +91,5 @@ def load_settings(role: Role | None, environ: Mapping[str, str] = os.environ, **
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0]) if first["loc"] else "settings"
-        raise ConfigurationError(f"setting {name} = {values.get(name)!r}: {first['msg']}") from error
+        shown = "" if name == "api_keys" else f" = {values.get(name)!r}"
+        raise ConfigurationError(f"setting {name}{shown}: {first['msg']}") from error

@@ -11,6 +11,8 @@ class PagewireError(Exception):
 
     http_status = 500
     error_type = "internal_error"
+    code: str | None = None
+    """In the error object; None: the HTTP status stands there."""
     exit_code = 1
 
     def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
@@ -32,6 +34,21 @@ class ModelNotFoundError(InvalidRequestError):
 
     http_status = 404
     error_type = "not_found_error"
+
+
+class ResponseNotFoundError(InvalidRequestError):
+    """An earlier response is asked for; none is stored."""
+
+    http_status = 404
+    error_type = "not_found_error"
+
+
+class AuthenticationError(PagewireError):
+    """The request came without an API key, or with one that is not accepted here."""
+
+    http_status = 401
+    error_type = "invalid_request_error"
+    code = "invalid_api_key"
 
 
 class OverloadedError(PagewireError):

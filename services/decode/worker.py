@@ -210,6 +210,8 @@ class DecodeWorker(WorkerLoop):
         if len(hidden_state) != self._hidden_nbytes:
             self._recover(job, f"hidden state of {len(hidden_state)} bytes, expected {self._hidden_nbytes}")
             return
+        transfer = {"kv.transport": info.transport, "kv.bytes": info.num_bytes, "kv.wire_ms": 1000 * info.wire_s}
+        job.span.add_event("kv.committed", {**transfer, "kv.chunks_resent": info.num_chunks_failed})
         request = job.request
         job.started_ns = time.time_ns()
         request.num_computed_tokens = request.num_prompt_tokens

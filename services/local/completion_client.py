@@ -13,16 +13,17 @@ from shared.errors import PagewireError
 TIMEOUT = httpx.Timeout(600.0, connect=5.0)
 
 
-def stream_completion(url: str, text: str, is_chat: bool, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def stream_completion(url: str, text: str, is_chat: bool, options: dict[str, Any], api_key: str | None = None) -> Iterator[dict[str, Any]]:
     """Yields {"text": ...} for each token and {"usage": ..., "finish_reason": ...} at the end. PagewireError in the server's words."""
     body = {**options, "stream": True, "stream_options": {"include_usage": True}}
     if is_chat:
         path, body["messages"] = "/v1/chat/completions", [{"role": "user", "content": text}]
     else:
         path, body["prompt"] = "/v1/completions", text
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     finish_reason = None
     try:
-        with httpx.stream("POST", url.rstrip("/") + path, json=body, timeout=TIMEOUT) as response:
+        with httpx.stream("POST", url.rstrip("/") + path, json=body, headers=headers, timeout=TIMEOUT) as response:
             if response.status_code != 200:
                 response.read()
                 raise PagewireError(_error_message(response.content) or f"{url} answered {response.status_code}")

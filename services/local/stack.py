@@ -123,14 +123,17 @@ class Stack:
                 extra = {"PAGEWIRE_WORKER_ID": name + suffix, "PAGEWIRE_NUM_THREADS": str(num_threads)}
                 self._add(role, name, redis_url, extra)
         extra = {"PAGEWIRE_HOST": settings.host, "PAGEWIRE_PORT": str(settings.port), "PAGEWIRE_AGGREGATED": str(settings.aggregated)}
+        if settings.api_keys is not None:
+            extra["PAGEWIRE_API_KEYS"] = settings.api_keys.get_secret_value()
         self._add("router", "router", redis_url, extra)
 
     def _add(self, role: str, name: str, redis_url: str, extra: dict[str, str]) -> None:
         # The terminal is for the user: what services log as information is shown on request (PAGEWIRE_LOG_LEVEL=info).
         environ = {"PAGEWIRE_LOG_LEVEL": "warning", **os.environ, "PAGEWIRE_MODEL": self._settings.model, **extra}
+        environ["PAGEWIRE_KV_TRANSPORT"] = self._settings.kv_transport
         environ |= {"REDIS_URL": redis_url, "PAGEWIRE_REDIS_URL": redis_url}
         # What was settled here must not be settled otherwise for one role.
-        for setting in ("MODEL", "REDIS_URL", "HOST", "PORT", "WORKER_ID", "AGGREGATED"):
+        for setting in ("MODEL", "REDIS_URL", "HOST", "PORT", "WORKER_ID", "AGGREGATED", "API_KEYS"):
             environ.pop(f"PAGEWIRE_{role.upper()}_{setting}", None)
         child = Child(name, [sys.executable, "-m", f"services.{role}"], environ)
         child.start()
@@ -163,8 +166,10 @@ class Stack:
             pids = {child.name: child.pid for child in [*self._services, *([self._redis] if self._redis else [])]}
             self._emit({"event": "ready", "url": url, "model": self._model_name, "pids": pids})
             return
+        needs_key = self._settings.api_keys is not None or self._settings.api_keys_file is not None
+        key = ' -H "Authorization: Bearer $PAGEWIRE_API_KEY"' if needs_key else ""
         self._console.print(f"[bold green]ready[/]  {url}  {self._model_name}", markup=True)
-        self._console.print(f"try:   curl -s {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'", markup=False)
+        self._console.print(f"try:   curl -s {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'", markup=False)
         self._console.print("stop:  Ctrl-C", markup=False)
 
     def _url(self) -> str:

@@ -44,7 +44,8 @@ class PrefillWorker(WorkerLoop):
         self._jobs: dict[str, PrefillJob] = {}  # by transfer id
         self._lock = threading.Lock()
         self._num_prompt_tokens_computed = 0
-        self._sender = KVSender(self.layout, self.engine.cache, self.incarnation, self, self.clock, settings, self.worker_id)
+        cache = self.engine.cache
+        self._sender = KVSender(self.layout, cache, self.incarnation, self, self.clock, settings, self.worker_id, segment=cache.segment)
 
     # ---- rpc thread ---------------------------------------------------------------------------------------------------
     def accept(self, router: bytes, message: PrefillRequest | DecodeRequest) -> None:

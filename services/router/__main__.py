@@ -13,10 +13,12 @@ from collections.abc import Iterator
 import uvicorn
 import zmq.asyncio
 
+from services.router.api_keys import load_api_keys
 from services.router.app import RouterParts, create_app
 from services.router.dispatcher import Dispatcher
 from services.router.frontend import Frontend
 from services.router.grammar_checker import GrammarChecker
+from services.router.http_protocol import HttpProtocol
 from services.router.metrics import RouterMetrics
 from services.router.served_model import ChatRenderer, ServedModel
 from services.router.tool_calls import family_of, takes_tools
@@ -61,7 +63,8 @@ def _chat_renderer(source: str, tokenizer: Tokenizer) -> ChatRenderer:
 
 
 def build_parts(settings: Settings, model: ServedModel) -> RouterParts:
-    """The objects of one router. Nothing connects before `start`."""
+    """The objects of one router. Nothing connects before `start`. Raises ConfigurationError."""
+    api_keys = load_api_keys(settings)
     tracer = setup_tracing("pagewire-router")
     client = make_async_client(settings.redis_url)
     context = zmq.asyncio.Context()
@@ -83,7 +86,7 @@ def build_parts(settings: Settings, model: ServedModel) -> RouterParts:
         context.destroy(linger=0)
         await asyncio.to_thread(shutdown_tracing, tracer, 0.5)
 
-    return RouterParts(model, directory, index, frontend, metrics, directory.start, stop)
+    return RouterParts(model, api_keys, directory, index, frontend, metrics, directory.start, stop)
 
 
 def listen(settings: Settings) -> socket.socket:
@@ -133,7 +136,7 @@ def run(settings: Settings) -> int:
             config = uvicorn.Config(
                 create_app(parts),
                 loop="uvloop",
-                http="httptools",
+                http=HttpProtocol,
                 ws="none",
                 access_log=False,
                 log_config=None,

@@ -6,9 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import orjson
+
 from services.router.choice import TokenPiece
+from services.router.error_object import error_object
 from services.router.prompt_logprobs import PromptReport, first_alternatives
 from services.router.tool_calls import Json, ParsedText, ToolCallParser, merged_calls
+from shared.errors import PagewireError
 from shared.messages import TokenLogprobs
 from shared.text.tokenizer import Tokenizer
 
@@ -38,13 +42,23 @@ class AnswerHead:
 
 
 class AnswerFormat(Protocol):
-    """One of the two APIs."""
+    """One of the APIs: completions, chat, responses."""
 
     def chunk(self, index: int, piece: TokenPiece, is_first: bool, prefix: str) -> Json:
         """One token of choice `index`; `prefix` (an echoed prompt) stands before the text of the first."""
         ...
 
-    def usage_chunk(self, usage: Usage) -> Json: ...
+    def event(self, chunk: Json) -> bytes:
+        """A chunk as it goes over the wire."""
+        ...
+
+    def closing(self, usage: Usage, include_usage: bool) -> bytes:
+        """What ends a stream after the last token."""
+        ...
+
+    def error_event(self, error: PagewireError) -> bytes:
+        """What ends a stream that broke off."""
+        ...
 
     def whole(self, choices: Sequence[Sequence[TokenPiece]], prefixes: Sequence[str], usage: Usage) -> Json: ...
 
@@ -53,18 +67,34 @@ class AnswerFormat(Protocol):
         ...
 
 
-class CompletionFormat:
+class _Chunks:
+    """How completions and chat stream: data lines without names, and [DONE] after the last token."""
+
+    def __init__(self, head: Json) -> None:
+        self._chunk_head = head
+
+    def event(self, chunk: Json) -> bytes:
+        return b"data: " + orjson.dumps(chunk) + b"\n\n"
+
+    def closing(self, usage: Usage, include_usage: bool) -> bytes:
+        usage_event = self.event({**self._chunk_head, "choices": [], "usage": usage.as_json()}) if include_usage else b""
+        return usage_event + b"data: [DONE]\n\n"
+
+    def error_event(self, error: PagewireError) -> bytes:
+        """Nothing follows it, in particular no [DONE]."""
+        return self.event(error_object(error))
+
+
+class CompletionFormat(_Chunks):
     def __init__(self, head: AnswerHead, tokenizer: Tokenizer, tokens_as_ids: bool = False) -> None:
         self._tokenizer = tokenizer
         self._tokens_as_ids = tokens_as_ids
         self._head = {"id": head.answer_id, "object": "text_completion", "created": head.created, "model": head.model}
+        super().__init__(self._head)
 
     def chunk(self, index: int, piece: TokenPiece, is_first: bool, prefix: str) -> Json:
         text = prefix + piece.text if is_first else piece.text
         return {**self._head, "choices": [self._choice(index, text, self._logprobs([piece], len(prefix)), piece)]}
-
-    def usage_chunk(self, usage: Usage) -> Json:
-        return {**self._head, "choices": [], "usage": usage.as_json()}
 
     def whole(self, choices: Sequence[Sequence[TokenPiece]], prefixes: Sequence[str], usage: Usage) -> Json:
         bodies = [
@@ -123,7 +153,7 @@ class CompletionFormat:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-class ChatFormat:
+class ChatFormat(_Chunks):
     """`new_parser`: makes what finds the tool calls in a choice's text; None: there are none to be found."""
 
     def __init__(
@@ -136,7 +166,7 @@ class ChatFormat:
         self._tokenizer = tokenizer
         self._tokens_as_ids = tokens_as_ids
         self._head = {"id": head.answer_id, "object": "chat.completion", "created": head.created, "model": head.model}
-        self._chunk_head = {**self._head, "object": "chat.completion.chunk"}
+        super().__init__({**self._head, "object": "chat.completion.chunk"})
         self._new_parser = new_parser
         self._parsers: dict[int, ToolCallParser] = {}
 
@@ -155,9 +185,6 @@ class ChatFormat:
             "stop_reason": piece.stop_reason,
         }
         return {**self._chunk_head, "choices": [choice]}
-
-    def usage_chunk(self, usage: Usage) -> Json:
-        return {**self._chunk_head, "choices": [], "usage": usage.as_json()}
 
     def whole(self, choices: Sequence[Sequence[TokenPiece]], prefixes: Sequence[str], usage: Usage) -> Json:
         return {**self._head, "choices": [self._whole_choice(*choice) for choice in enumerate(choices)], "usage": usage.as_json()}
@@ -182,7 +209,7 @@ class ChatFormat:
 
     def _logprobs(self, pieces: Sequence[TokenPiece]) -> Json | None:
         content = [
-            self._entry(piece.token_id, piece.logprobs, piece.is_stop_token)
+            token_entry(self._tokenizer, piece, self._tokens_as_ids)
             for piece in pieces
             if piece.token_id is not None and piece.logprobs is not None
         ]
@@ -193,19 +220,25 @@ class ChatFormat:
         if report.num_prompt_logprobs is not None:
             answer["prompt_logprobs"] = _prompt_logprobs(report, report.num_prompt_logprobs, self._tokenizer, self._tokens_as_ids)
 
-    def _entry(self, token_id: int, entry: TokenLogprobs, is_stop_token: bool) -> Json:
-        # The token that ended the answer has its name and no bytes: the bytes of all entries are the bytes of the text.
-        token = self._token(token_id, entry.logprob)
-        if is_stop_token:
-            token["bytes"] = []
-        # alternatives[0] is the sampled token where the client asked for none.
-        count = len(entry.top_token_ids)
-        return {**token, "top_logprobs": [self._token(*pair) for pair in _alternatives(token_id, entry)] if count else []}
 
-    def _token(self, token_id: int, logprob: float) -> Json:
-        raw = self._tokenizer.token_bytes(token_id)
-        text = f"token_id:{token_id}" if self._tokens_as_ids else raw.decode("utf-8", errors="replace")
+def token_entry(tokenizer: Tokenizer, piece: TokenPiece, tokens_as_ids: bool = False) -> Json:
+    """One entry of the logprobs of chat and responses, for a piece that has a token and logprobs."""
+    token_id, entry = piece.token_id, piece.logprobs
+    assert token_id is not None
+    assert entry is not None
+
+    def described(token_id: int, logprob: float) -> Json:
+        raw = tokenizer.token_bytes(token_id)
+        text = f"token_id:{token_id}" if tokens_as_ids else raw.decode("utf-8", errors="replace")
         return {"token": text, "logprob": logprob, "bytes": list(raw)}
+
+    # The token that ended the answer has its name and no bytes: the bytes of all entries are the bytes of the text.
+    token = described(token_id, entry.logprob)
+    if piece.is_stop_token:
+        token["bytes"] = []
+    # alternatives[0] is the sampled token where the client asked for none.
+    count = len(entry.top_token_ids)
+    return {**token, "top_logprobs": [described(*pair) for pair in _alternatives(token_id, entry)] if count else []}
 
 
 def _parse(parser: ToolCallParser, pieces: Sequence[TokenPiece]) -> ParsedText:

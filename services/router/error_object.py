@@ -13,18 +13,19 @@ from shared.errors import PagewireError
 _TYPE_OF_STATUS = {404: "not_found_error", 429: "overloaded_error", 500: "internal_error", 503: "service_unavailable_error"}
 
 
-def error_json(message: str, error_type: str, param: str | None, code: int) -> dict[str, Any]:
+def error_json(message: str, error_type: str, param: str | None, code: int | str) -> dict[str, Any]:
     return {"error": {"message": message, "type": error_type, "param": param, "code": code}}
 
 
-def error_event(error: PagewireError) -> bytes:
-    """The last event of a stream that broke off; nothing follows it, in particular no [DONE]."""
-    return b"data: " + orjson.dumps(error_json(error.message, error.error_type, error.param, error.http_status)) + b"\n\n"
+def error_object(error: PagewireError) -> dict[str, Any]:
+    return error_json(error.message, error.error_type, error.param, error.code or error.http_status)
 
 
 def error_response(error: PagewireError, headers: dict[str, str] | None = None) -> Response:
-    body = error_json(error.message, error.error_type, error.param, error.http_status)
+    body = error_object(error)
     headers = dict(headers or {})
+    if error.http_status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     return Response(orjson.dumps(body), error.http_status, headers, media_type="application/json")

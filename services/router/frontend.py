@@ -30,6 +30,8 @@ from services.router.openai_types import (
 )
 from services.router.prompt_logprobs import PromptLogprobsAssembler, PromptReport, text_offsets
 from services.router.response_format import AskedGrammar, asked_grammar
+from services.router.responses_format import ResponsesFormat
+from services.router.responses_request import ResponsesRequest
 from services.router.served_model import ServedModel, resolve_max_tokens
 from services.router.streaming import AnswerOptions, GenerationResponse, PlannedPrompt
 from services.router.tools import tool_use, with_parsed_arguments
@@ -127,6 +129,26 @@ class Frontend:
         answer_format = ChatFormat(head, self._model.tokenizer, bool(body.return_tokens_as_token_ids), new_parser)
         return self._response(body, planned, answer_format, observation)
 
+    async def respond(self, body: ResponsesRequest, receipt: Receipt) -> GenerationResponse:
+        """As `chat`, with the request and the answer in the form of /v1/responses."""
+        head = self._head("resp")
+        observation = self._observe(OPERATION_CHAT, head, body, receipt)
+        with _failing(observation):
+            self._check(body)
+            self._in_flight.check(1)
+            structured_output = await self._structured_output(asked_grammar(body, body.text.asked_grammar() if body.text else None))
+            messages = body.messages()
+            with self._tokenizing(observation) as sizes:
+                try:
+                    token_ids = await self._tokenize_chat(messages, True, body.add_special_tokens is not False)
+                except InvalidRequestError as error:
+                    raise InvalidRequestError(error.message, param=body.prompt_field) from error
+                prompt = _TokenizedPrompt(self._truncated(body, token_ids, None))
+                sizes.append(len(prompt.token_ids))
+            options = _text_options(body, continues_text=False)
+            planned = self._plan(body, [prompt], head, observation, None, options, None, structured_output)
+        return self._response(body, planned, ResponsesFormat(head, self._model.tokenizer, body), observation)
+
     async def tokenize(self, body: TokenizeRequest) -> list[int]:
         """Token ids of a text or of a conversation, exactly as a completion or chat request would make them."""
         self._model.check_name(body.model)
@@ -222,8 +244,9 @@ class Frontend:
         for prompt_index, prompt in enumerate(prompts):
             num_tokens = len(prompt.token_ids)
             if num_tokens == 0:
-                raise InvalidRequestError("the prompt has no tokens", param="prompt")
-            max_tokens = resolve_max_tokens(body.requested_max_tokens, default_max_tokens, num_tokens, self.max_model_len)
+                raise InvalidRequestError("the prompt has no tokens", param=body.prompt_field)
+            fields = body.prompt_field, body.max_tokens_field
+            max_tokens = resolve_max_tokens(body.requested_max_tokens, default_max_tokens, num_tokens, self.max_model_len, *fields)
             sampling = body.sampling(max_tokens, self._model.vocab_size, structured_output)
             if num_answers > body.num_choices and sampling.num_logprobs is None:
                 sampling = sampling.model_copy(update={"num_logprobs": 0})

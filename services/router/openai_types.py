@@ -7,7 +7,7 @@ default; any other unknown field is accepted, ignored, and named in the response
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
@@ -47,7 +47,7 @@ NOT_OFFERED: Mapping[str, tuple[object, ...]] = {
     "lora_path": (),
 }
 
-_INSTEAD: Mapping[str, str] = dict.fromkeys(("functions", "function_call"), "by this server; use tools and tool_choice") | dict.fromkeys(
+INSTEAD: Mapping[str, str] = dict.fromkeys(("functions", "function_call"), "by this server; use tools and tool_choice") | dict.fromkeys(
     ("tools", "tool_choice", "chat_template_kwargs", "continue_final_message"), "by completions; use /v1/chat/completions"
 )
 
@@ -138,6 +138,11 @@ class GenerationRequest(StructuredOutputFields):
     """The fields that completions and chat share."""
 
     model_config = ConfigDict(strict=True, extra="allow")
+    not_offered: ClassVar[Mapping[str, tuple[object, ...]]] = NOT_OFFERED
+    instead: ClassVar[Mapping[str, str]] = INSTEAD
+    without_effect: ClassVar[frozenset[str]] = frozenset()
+    """Fields that are not declared and yet not named as ignored, because nothing is lost without them."""
+    prompt_field: ClassVar[str] = "prompt"
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=0, lt=_INT64)
@@ -205,6 +210,11 @@ class GenerationRequest(StructuredOutputFields):
         return self.max_tokens
 
     @property
+    def max_tokens_field(self) -> str:
+        """Where it was named, or would be."""
+        return "max_tokens"
+
+    @property
     def num_logprobs(self) -> int | None:
         """How many alternatives a token's logprobs list; None: no logprobs at all (0 still gives the token's own)."""
         return None
@@ -220,21 +230,22 @@ class GenerationRequest(StructuredOutputFields):
         return self.prompt_logprobs is not None
 
     def ignored_fields(self) -> list[str]:
-        return sorted(name for name in (self.model_extra or {}) if name not in NOT_OFFERED)
+        return sorted(name for name in (self.model_extra or {}) if name not in self.not_offered and name not in self.without_effect)
 
     def check_offered(self) -> None:
         """Raises InvalidRequestError naming the first field that asks for something not offered here."""
         for name, value in (self.model_extra or {}).items():
-            if name in NOT_OFFERED and value is not None and not any(_same(value, default) for default in NOT_OFFERED[name]):
-                raise InvalidRequestError(f"{name} is not supported {_INSTEAD.get(name, 'by this server; leave it out')}", param=name)
+            defaults = self.not_offered.get(name)
+            if defaults is not None and value is not None and not any(_same(value, default) for default in defaults):
+                raise InvalidRequestError(f"{name} is not supported {self.instead.get(name, 'by this server; leave it out')}", param=name)
         self._check_sequences()
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options is only allowed when stream is true", param="stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequestError("prompt_logprobs is not available when stream is true", param="prompt_logprobs")
         if self.requested_max_tokens == 0 and not self.may_generate_nothing:
-            message = "max_tokens: must be at least 1; 0 needs prompt_logprobs or (completions only) echo"
-            raise InvalidRequestError(message, param="max_tokens")
+            message = f"{self.max_tokens_field}: must be at least 1; 0 needs prompt_logprobs or (completions only) echo"
+            raise InvalidRequestError(message, param=self.max_tokens_field)
         if self.truncate_prompt_tokens == 0:
             message = "truncate_prompt_tokens must be at least 1, or -1 for as many as fit"
             raise InvalidRequestError(message, param="truncate_prompt_tokens")
@@ -356,6 +367,8 @@ class ChatMessage(BaseModel):
 
 
 class ChatCompletionRequest(GenerationRequest, ToolFields):
+    prompt_field: ClassVar[str] = "messages"
+
     messages: list[ChatMessage]
     max_completion_tokens: int | None = Field(None, ge=0, lt=_INT64)
     logprobs: bool | None = None
@@ -367,6 +380,10 @@ class ChatCompletionRequest(GenerationRequest, ToolFields):
     @property
     def requested_max_tokens(self) -> int | None:
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    @property
+    def max_tokens_field(self) -> str:
+        return "max_completion_tokens" if self.max_completion_tokens is not None else "max_tokens"
 
     @property
     def num_logprobs(self) -> int | None:

@@ -73,8 +73,11 @@ class AskedGrammar:
     param: str
 
 
-def asked_grammar(body: StructuredOutputFields) -> AskedGrammar | None:
-    """None: any text will do. Raises InvalidRequestError when two are asked for, or one is empty or not of its kind."""
+def asked_grammar(body: StructuredOutputFields, other: AskedGrammar | None = None) -> AskedGrammar | None:
+    """What `body` asks for, or `other`; None: any text will do.
+
+    Raises InvalidRequestError when two are asked for, or one is empty or not of its kind.
+    """
     asked = [
         *_of_response_format(body.response_format),
         *_of_structured_outputs(body.structured_outputs),
@@ -85,6 +88,7 @@ def asked_grammar(body: StructuredOutputFields) -> AskedGrammar | None:
         *_asked("json_schema", "json", body.json_schema),
         *_asked("regex", "regex", body.regex),
         *_asked("ebnf", "grammar", body.ebnf),
+        *([other] if other is not None else []),
     ]
     if len(asked) > 1:
         first, second = asked[0].param, asked[1].param
@@ -97,11 +101,19 @@ def _of_response_format(value: ResponseFormat | None) -> list[AskedGrammar]:
     if value is None or value.type == "text":
         return []
     if value.type == "json_object":
-        return [AskedGrammar("json", _schema_text("response_format", _ANY_OBJECT), "response_format")]
-    if value.json_schema is None or value.json_schema.schema_ is None:
-        message = "response_format of type json_schema needs json_schema.schema, an object"
-        raise InvalidRequestError(message, param="response_format")
-    return _asked("response_format", "json", value.json_schema.schema_)
+        return [asked_json_object("response_format")]
+    return [asked_json_schema("response_format", value.json_schema.schema_ if value.json_schema is not None else None)]
+
+
+def asked_json_object(param: str) -> AskedGrammar:
+    return AskedGrammar("json", _schema_text(param, _ANY_OBJECT), param)
+
+
+def asked_json_schema(param: str, schema: dict[str, Any] | None) -> AskedGrammar:
+    """Raises InvalidRequestError."""
+    if schema is None:
+        raise InvalidRequestError(f"{param}: a format of type json_schema needs a schema, an object", param=param)
+    return AskedGrammar("json", _schema_text(param, schema), param)
 
 
 def _of_structured_outputs(value: StructuredOutputs | None) -> list[AskedGrammar]:
@@ -111,7 +123,7 @@ def _of_structured_outputs(value: StructuredOutputs | None) -> list[AskedGrammar
     for name, other in (value.model_extra or {}).items():
         if other not in _OFF:
             raise InvalidRequestError(f"{param}.{name[:100]} is not supported by this server; leave it out", param=param)
-    any_object = [AskedGrammar("json", _schema_text(param, _ANY_OBJECT), param)] if value.json_object else []
+    any_object = [asked_json_object(param)] if value.json_object else []
     return (
         _asked(param, "json", value.json_)
         + any_object

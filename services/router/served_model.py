@@ -65,10 +65,17 @@ class ServedModel:
             raise InvalidRequestError(f"prompt: token id {wrong} is outside the vocabulary (0 to {self.vocab_size - 1})", param="prompt")
 
 
-def resolve_max_tokens(requested: int | None, default: int | None, num_prompt_tokens: int, max_model_len: int) -> int:
+def resolve_max_tokens(
+    requested: int | None,
+    default: int | None,
+    num_prompt_tokens: int,
+    max_model_len: int,
+    prompt_field: str = "prompt",
+    max_tokens_field: str = "max_tokens",
+) -> int:
     """How many tokens may be generated: prompt + max_tokens <= max_model_len.
 
-    A limit the client named must fit as it is; a default (None: no limit of its own) is cut to what fits.
+    Errors name the fields as given. A limit the client named must fit as it is; a default (None: no limit of its own) is cut to what fits.
     """
     room = max_model_len - num_prompt_tokens
     wanted = requested if requested is not None else default
@@ -76,7 +83,7 @@ def resolve_max_tokens(requested: int | None, default: int | None, num_prompt_to
         asked = f"{requested} tokens of output were asked for" if requested is not None else "at least 1 token of output needs room"
         raise InvalidRequestError(
             f"this model's maximum context length is {max_model_len} tokens; the prompt has {num_prompt_tokens} tokens and {asked}: "
-            "shorten the prompt or lower max_tokens",
-            param="prompt" if room < 1 else "max_tokens",
+            f"shorten the prompt or lower {max_tokens_field}",
+            param=prompt_field if room < 1 else max_tokens_field,
         )
     return room if wanted is None else min(wanted, room)

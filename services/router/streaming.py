@@ -22,7 +22,7 @@ from services.router import best_of
 from services.router.answer_format import AnswerFormat, Usage
 from services.router.choice import ChoiceAssembler, TokenPiece
 from services.router.dispatcher import EngineRequest
-from services.router.error_object import error_event, error_response
+from services.router.error_object import error_response
 from services.router.in_flight import InFlightLimit
 from services.router.observation import RequestObservation
 from services.router.prompt_logprobs import PromptReport
@@ -32,7 +32,6 @@ from shared.messages import RequestOutput
 
 _logger = logging.getLogger(__name__)
 _SSE_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
-_DONE = b"data: [DONE]\n\n"
 _MERGE_QUEUE_LENGTH = 64
 
 Generate = Callable[[EngineRequest, Callable[[int], bool]], AsyncGenerator[RequestOutput, None]]
@@ -146,11 +145,10 @@ class GenerationResponse(Response):
                 is_first[index] = False
                 if self._options.continuous_usage:
                     chunk["usage"] = self._usage().as_json()
-                await self._send_event(send, b"data: " + orjson.dumps(chunk) + b"\n\n")
+                await self._send_event(send, self._format.event(chunk))
                 self._observation.token(index)
-        if self._options.include_usage:
-            await self._send_event(send, b"data: " + orjson.dumps(self._format.usage_chunk(self._usage())) + b"\n\n")
-        await send({"type": "http.response.body", "body": _DONE, "more_body": False})
+        closing = self._format.closing(self._usage(), self._options.include_usage)
+        await send({"type": "http.response.body", "body": closing, "more_body": False})
 
     async def _send_whole(self, send: Send) -> None:
         collected: list[list[TokenPiece]] = [[] for _ in self._assemblers]
@@ -263,7 +261,7 @@ class GenerationResponse(Response):
 
     async def _send_error(self, error: PagewireError, scope: Scope, receive: Receive, send: Send) -> None:
         if self._has_started:
-            await send({"type": "http.response.body", "body": error_event(error), "more_body": False})
+            await send({"type": "http.response.body", "body": self._format.error_event(error), "more_body": False})
         else:
             await error_response(error, self._extra_headers)(scope, receive, send)
 

@@ -79,7 +79,8 @@ class EngineCore:
             self.config.max_model_len, settings.max_model_len or self.config.max_model_len, num_blocks * settings.block_size
         )
         model = LlamaForCausalLM(self.config, weights, RotaryTable(self.config, self.max_model_len, self.device))
-        self.cache = KVCache(self.config, num_blocks, settings.block_size, self.dtype)
+        is_shared = settings.kv_transport in ("auto", "shm")
+        self.cache = KVCache(self.config, num_blocks, settings.block_size, self.dtype, is_shared)
         self.root = root_hash(source.fingerprint, self.dtype_name, settings.block_size)
         pool = BlockPool(num_blocks, lambda h: on_cached([h]), lambda h: on_evicted([h]))
         self.manager = KVCacheManager(pool, settings.block_size, self.root, settings.enable_prefix_caching, self.cache.copy_block)

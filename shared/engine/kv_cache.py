@@ -5,23 +5,36 @@ Shape [num_blocks, num_layers, 2 (K, V), num_kv_heads, block_size, head_dim].
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import torch
 
 from kernels.cache_ops import copy_blocks
 from shared.model_files.model_config import ModelConfig
+from shared.transport.shared_segment import SegmentOffer, SharedSegment
+
+logger = logging.getLogger(__name__)
 
 
 class KVCache:
-    def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
+    """`is_shared`: other processes of this host may read it, at `segment` (None: they may not, or this system has no such memory)."""
+
+    def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, is_shared: bool = False) -> None:
         shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
         self.block_size = block_size
         self.block_nbytes = self.bytes_per_block(config, block_size, dtype.itemsize)
         # Zeros, not empty: attention masks unused slots, and a mask does not silence a NaN. numpy's zeros come from the system
         # untouched, so a block costs memory when it is first used; torch.zeros would write all of it at start.
-        memory = np.zeros(num_blocks * self.block_nbytes, dtype=np.uint8)
+        size_bytes = num_blocks * self.block_nbytes
+        self._segment = _new_segment(size_bytes) if is_shared else None
+        memory = np.zeros(size_bytes, dtype=np.uint8) if self._segment is None else np.frombuffer(self._segment.view, np.uint8)
         self.tensor = torch.from_numpy(memory).view(dtype).view(shape)
         self._bytes = memory.data
+
+    @property
+    def segment(self) -> SegmentOffer | None:
+        return self._segment.offer if self._segment is not None else None
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Key and value cache of one layer, each a view [num_blocks, num_kv_heads, block_size, head_dim]."""
@@ -38,3 +51,11 @@ class KVCache:
     @staticmethod
     def bytes_per_block(config: ModelConfig, block_size: int, itemsize: int) -> int:
         return config.kv_bytes_per_token(itemsize) * block_size
+
+
+def _new_segment(size_bytes: int) -> SharedSegment | None:
+    try:
+        return SharedSegment(size_bytes)
+    except OSError as error:
+        logger.info("the KV cache cannot be shared with other processes: %s", error)
+        return None

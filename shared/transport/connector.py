@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from shared.transport.control import ControlMessage
 from shared.transport.frames import DataHeader
+from shared.transport.transport_name import TransportName
 
 
 class BlockMemory(Protocol):
@@ -35,6 +36,7 @@ class SenderEvents(Protocol):
 class CommitInfo:
     """What a completed transfer was. Times are Clock.now_s() of the receiver; chunk times are None when nothing was missing."""
 
+    transport: TransportName
     num_prompt_tokens: int
     num_cached_tokens: int
     """Prompt tokens that prefill had cached."""
@@ -77,7 +79,9 @@ class SenderWire(ReceiverWire, Protocol):
 
     def open_peer(self, peer: str, ctrl_endpoint: str) -> None: ...
 
-    def open_lanes(self, peer: str, endpoints: tuple[str, ...]) -> None: ...
+    def open_lanes(self, peer: str, endpoints: tuple[str, ...], probes: Sequence[tuple[DataHeader, memoryview]]) -> None:
+        """`probes` go over each lane first, by which the receiver measures it."""
+        ...
 
     def close_peer(self, peer: str) -> None: ...
 

@@ -17,6 +17,8 @@ from shared.transport.frames import ChecksumCode
 from shared.transport.kv_layout import KVLayout
 from shared.transport.limits import MAX_CONTROL_BYTES
 from shared.transport.seq_ranges import Ranges
+from shared.transport.shared_segment import SegmentOffer
+from shared.transport.transport_name import TransportName
 
 PROTOCOL_VERSION = 1
 _PREFIX = struct.Struct("<4sI")
@@ -58,16 +60,22 @@ class Hello(ControlMessage):
     num_lanes: Annotated[int, Field(ge=1, le=16)]
     max_chunk_bytes: U32
     checksums: tuple[int, ...] = (ChecksumCode.XXH3_64.value,)
+    transports: tuple[TransportName, ...] = Field(("tcp",), min_length=1, max_length=3)
+    """What the prefill worker can use, the best first."""
+    network: str = Field("", max_length=64)
+    """See transport_name.network_identity."""
+    segment: SegmentOffer | None = None
     tp_rank: U16 = 0
     tp_size: U16 = 1
 
 
 class HelloAck(ControlMessage):
-    """Decode -> prefill: compatible; these lanes, chunks of at most this size."""
+    """Decode -> prefill: compatible; this transport, these lanes, chunks of at most this size."""
 
     kind: Literal["HELLO_ACK"] = "HELLO_ACK"
     lane_endpoints: tuple[Annotated[str, Field(max_length=512)], ...] = Field(min_length=1, max_length=16)
     max_chunk_bytes: U32
+    transport: TransportName = "tcp"
 
 
 class Offer(ControlMessage):

@@ -3,6 +3,9 @@
 A CHUNK carries a layer range of one block; a FENCE (no payload) travels behind the chunks of a lane and tells the receiver that
 everything before it has been put on the wire, so that what is missing then is lost, not late. FENCE fields: chunk_seq = round,
 chunk_total = chunks sent so far, slot = number of the last NACK acted upon.
+
+A PROBE belongs to no transfer: its bytes are timed and dropped. A CHUNK with the flag SHARED_MEMORY is a notice: its payload frame is
+empty, and its bytes stand in the sender's segment, in block `slot`.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ assert _STRUCT.size == HEADER_NBYTES
 class MessageType(IntEnum):
     CHUNK = 1
     FENCE = 2
+    PROBE = 3
 
 
 class Flags(IntFlag):
@@ -164,6 +168,8 @@ class DataHeader:
             raise ProtocolError(f"data header: payload of {self.payload_nbytes} bytes is over the agreed {max_chunk_bytes}")
         if (self.payload_nbytes == 0) != (self.msg_type is MessageType.FENCE):
             raise ProtocolError("data header: a chunk has a payload and a fence has none")
+        if Flags.SHARED_MEMORY in self.flags and self.msg_type is not MessageType.CHUNK:
+            raise ProtocolError("data header: only a chunk can stand in shared memory")
         if self.valid_tokens > self.block_tokens:
             raise ProtocolError(f"data header: {self.valid_tokens} valid tokens in a block of {self.block_tokens}")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from shared.clock import ManualClock
@@ -176,8 +176,8 @@ class MemorySenderWire:
     def open_peer(self, peer: str, ctrl_endpoint: str) -> None:
         self._endpoints[peer] = ctrl_endpoint
 
-    def open_lanes(self, peer: str, endpoints: tuple[str, ...]) -> None:
-        pass
+    def open_lanes(self, peer: str, endpoints: tuple[str, ...], probes: Sequence[tuple[DataHeader, memoryview]]) -> None:
+        pass  # time is simulated: there is nothing to measure
 
     def close_peer(self, peer: str) -> None:
         self._endpoints.pop(peer, None)

@@ -18,12 +18,14 @@ from shared.transport.connector import BlockMemory, ReceiverEvents
 from shared.transport.kv_layout import KVLayout
 from shared.transport.limits import DISCONNECT_GRACE_S, TICK_S
 from shared.transport.receiver_state import ReceiverState
+from shared.transport.transport_name import network_identity
 from shared.transport.zmq_sockets import (
     SyncContext,
     SyncSocket,
     Waker,
     advertised_host,
     bind_ephemeral,
+    bind_ipc,
     new_context,
     new_control_socket,
     new_lane_socket,
@@ -77,6 +79,8 @@ class KVReceiver:
             worker_id=worker_id,
             wire=self,
             lane_endpoints=tuple(bind_ephemeral(lane, bind_host, host) for lane in lanes),
+            ipc_endpoints=tuple(bind_ipc(lane, f"{incarnation:x}-{index}") for index, lane in enumerate(lanes)),
+            network=network_identity(),
         )
         self._threads = [threading.Thread(target=self._run_control, name="kv-receive-control", daemon=True)]
         for index, (lane, context) in enumerate(zip(lanes, self._lane_contexts, strict=True)):

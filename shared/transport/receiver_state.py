@@ -11,9 +11,7 @@ import logging
 import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-import numpy as np
+from dataclasses import dataclass, field
 
 from shared.clock import Clock
 from shared.config import Settings
@@ -21,11 +19,14 @@ from shared.errors import PagewireError, ProtocolError, TransferError
 from shared.ids import new_grant_id
 from shared.transport import control
 from shared.transport.connector import BlockMemory, CommitInfo, ReceiverEvents, ReceiverWire
-from shared.transport.frames import ChecksumCode, DataHeader, MessageType, checksum
+from shared.transport.frames import ChecksumCode, DataHeader, Flags, MessageType, checksum
 from shared.transport.grant import Grant, GrantPhase
 from shared.transport.kv_layout import KVLayout
 from shared.transport.limits import MAX_TOMBSTONES, MAX_WAITING_OFFERS, OFFER_WAIT_S
 from shared.transport.seq_ranges import to_ranges
+from shared.transport.shared_segment import SegmentOffer, SegmentReader
+from shared.transport.transport_name import TransportName, allowed
+from shared.transport.wire_speed import Probe, copy_bytes, probe_segment
 
 logger = logging.getLogger(__name__)
 COUNTERS = (
@@ -48,8 +49,14 @@ COUNTERS = (
 
 @dataclass(slots=True)
 class _Peer:
+    name: str
     incarnation: int
     num_lanes: int
+    transport: TransportName
+    offer: SegmentOffer | None = None
+    segment: SegmentReader | None = None
+    probes: dict[int, Probe] = field(default_factory=dict)
+    """By lane."""
 
 
 @dataclass(slots=True)
@@ -87,8 +94,13 @@ class ReceiverState:
         worker_id: str,
         wire: ReceiverWire,
         lane_endpoints: tuple[str, ...],
+        ipc_endpoints: tuple[str, ...] = (),
+        network: str = "",
     ) -> None:
-        """Raises ConfigurationError when one layer of a block does not fit a chunk."""
+        """Raises ConfigurationError when one layer of a block does not fit a chunk.
+
+        `ipc_endpoints`: the same lanes, for those whose `network` (see transport_name.network_identity) is this one.
+        """
         layout.layer_ranges(settings.kv_max_chunk_bytes)
         self._layout = layout
         self._memory = memory
@@ -99,6 +111,8 @@ class ReceiverState:
         self._worker_id = worker_id
         self._wire = wire
         self._lane_endpoints = lane_endpoints
+        self._ipc_endpoints = ipc_endpoints
+        self._network = network
         self._lock = threading.Condition()
         self._peers: dict[str, _Peer] = {}
         self._grants: dict[str, Grant] = {}
@@ -276,22 +290,29 @@ class ReceiverState:
                 self._counters["bad_headers"] += 1
             return
         with self._lock:
+            if header.msg_type is MessageType.PROBE:
+                self._on_probe(lane, header)
+                return
             grant = self._admit(header, payload)
             if grant is None:
                 return
             if header.msg_type is MessageType.FENCE:
                 self._on_fence(grant, lane, header)
                 return
-            if not self._claim(grant, header):
+            source = self._source(grant, header, payload)
+            if source is None or not self._claim(grant, header):
                 return
         is_sound, fault = False, ""
         try:
-            is_sound = checksum(payload) == header.checksum
-            if is_sound:
-                start = header.layer_start * self._layout.layer_nbytes
-                block = self._memory.block_view(grant.block_ids[header.block_index])[start : start + header.payload_nbytes]
-                # numpy rather than a slice assignment: it lets go of the interpreter lock while it copies.
-                np.copyto(np.frombuffer(block, np.uint8), np.frombuffer(payload, np.uint8))
+            start = header.layer_start * self._layout.layer_nbytes
+            block = self._memory.block_view(grant.block_ids[header.block_index])[start : start + header.payload_nbytes]
+            # The sender's memory may change while it is read: what is checked is what has landed. It counts for nothing until then.
+            is_shared = Flags.SHARED_MEMORY in header.flags
+            if is_shared:
+                copy_bytes(block, source)
+            is_sound = checksum(block if is_shared else source) == header.checksum
+            if is_sound and not is_shared:
+                copy_bytes(block, source)
         except Exception as error:
             logger.exception("KV transfer %s: cannot write a block", grant.transfer_id)
             is_sound, fault = False, f"the decode worker cannot write a block: {error}"
@@ -364,8 +385,15 @@ class ReceiverState:
             field, ours_, theirs_ = difference
             self._refuse_connection(peer, message, f"incompatible peer: {field} is {ours_!r} here and {theirs_!r} there", field)
             return
-        endpoints = self._lane_endpoints[: message.num_lanes]
-        self._peers[peer] = _Peer(message.src_incarnation, len(endpoints))
+        chosen = self._choose_transport(peer, message)
+        if chosen is None:
+            ours_, theirs_ = allowed(self._settings.kv_transport), message.transports
+            self._refuse_connection(peer, message, f"no transport in common: {ours_} here and {theirs_} there", "transports")
+            return
+        is_near = message.network == self._network != "" and chosen.transport != "tcp" and bool(self._ipc_endpoints)
+        endpoints = (self._ipc_endpoints if is_near else self._lane_endpoints)[: message.num_lanes]
+        chosen.num_lanes = len(endpoints)
+        self._peers[peer] = chosen
         self._wire.send_control(
             peer,
             control.HelloAck(
@@ -373,8 +401,50 @@ class ReceiverState:
                 dst_incarnation=message.src_incarnation,
                 lane_endpoints=endpoints,
                 max_chunk_bytes=min(message.max_chunk_bytes, self._settings.kv_max_chunk_bytes),
+                transport=chosen.transport,
             ),
         )
+
+    def _choose_transport(self, peer: str, message: control.Hello) -> _Peer | None:
+        """The peer with the best transport that both ends allow and that works; None: there is none."""
+        known = self._peers.get(peer)
+        if known is not None and (known.incarnation, known.offer) == (message.src_incarnation, message.segment):
+            return known
+        for name in allowed(self._settings.kv_transport):
+            chosen = _Peer(message.worker_id, message.src_incarnation, 0, name, message.segment)
+            if name not in message.transports or (name == "ipc" and not (self._ipc_endpoints and message.network == self._network != "")):
+                continue
+            if name == "shm":
+                try:
+                    if message.segment is None:
+                        continue
+                    chosen.segment = SegmentReader(message.segment)
+                except TransferError as error:
+                    logger.info("no shared memory with %s: %s", message.worker_id, error.message)
+                    continue
+                self._report(chosen, probe_segment(chosen.segment))
+            return chosen
+        return None
+
+    def _on_probe(self, lane: int, header: DataHeader) -> None:
+        peer = next((peer for peer in self._peers.values() if peer.incarnation == header.src_incarnation), None)
+        if peer is None or header.dst_incarnation != self._incarnation or not 0 <= lane < peer.num_lanes:
+            self._counters["stale_frames"] += 1
+            return
+        probe = peer.probes.setdefault(lane, Probe())
+        probe.take(header.payload_nbytes, self._clock.now_s(), is_last=Flags.LAST in header.flags)
+        if len(peer.probes) == peer.num_lanes and all(other.is_complete for other in peer.probes.values()):
+            self._report(peer, sum(other.bytes_per_s for other in peer.probes.values()))
+            peer.probes.clear()
+
+    def _report(self, peer: _Peer, bytes_per_s: float) -> None:
+        gb_per_s = bytes_per_s / 1e9
+        logger.info("KV wire from %s: %s, %.2f GB/s", peer.name, peer.transport, gb_per_s)
+        if gb_per_s < self._settings.kv_min_gb_per_s:
+            logger.warning(
+                "the KV wire from %s is slow: %s carries %.3f GB/s, less than kv_min_gb_per_s = %g",
+                peer.name, peer.transport, gb_per_s, self._settings.kv_min_gb_per_s,
+            )  # fmt: skip
 
     def _refuse_connection(self, peer: str, message: control.ControlMessage, reason: str, field: str | None = None) -> None:
         self._wire.send_control(
@@ -514,10 +584,26 @@ class ReceiverState:
         ):
             self._counters["stale_frames"] += 1
             return None
-        if payload.nbytes != header.payload_nbytes:
+        expected_nbytes = 0 if Flags.SHARED_MEMORY in header.flags else header.payload_nbytes
+        if payload.nbytes != expected_nbytes:
             self._counters["bad_headers"] += 1
             return None
         return grant
+
+    def _source(self, grant: Grant, header: DataHeader, payload: memoryview) -> memoryview | None:
+        """Where a chunk's bytes are: in the message, or in the sender's segment. None: nowhere."""
+        if Flags.SHARED_MEMORY not in header.flags:
+            return payload
+        peer = self._peers.get(grant.peer)
+        try:
+            if peer is None or peer.segment is None:
+                raise TransferError("the sender has shown no segment")
+            start = header.slot * self._layout.block_nbytes + header.layer_start * self._layout.layer_nbytes
+            return peer.segment.read(start, header.payload_nbytes)
+        except TransferError as error:
+            self._counters["bad_headers"] += 1
+            self._fail(grant, error.message)
+            return None
 
     def _claim(self, grant: Grant, header: DataHeader) -> bool:
         if grant.has(header.chunk_seq):
@@ -597,6 +683,7 @@ class ReceiverState:
             return True
         self._answer(grant.peer, control.Committed(**self._addressed(grant)))
         info = CommitInfo(
+            transport=self._peers[grant.peer].transport,
             num_prompt_tokens=grant.num_prompt_tokens,
             num_cached_tokens=grant.commit.num_cached_tokens,
             num_blocks_missing=len(grant.missing),

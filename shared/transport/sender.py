@@ -24,6 +24,8 @@ from shared.transport.kv_layout import KVLayout
 from shared.transport.limits import DISCONNECT_GRACE_S, MAX_CONTROL_BYTES, TICK_S
 from shared.transport.sender_lane import SenderLane
 from shared.transport.sender_state import SenderState
+from shared.transport.shared_segment import SegmentOffer
+from shared.transport.transport_name import network_identity
 from shared.transport.zmq_sockets import SyncSocket, Waker, connect, new_context, new_control_socket
 
 logger = logging.getLogger(__name__)
@@ -56,8 +58,12 @@ class KVSender:
         settings: Settings,
         worker_id: str,
         tap: FrameTap | None = None,
+        segment: SegmentOffer | None = None,
     ) -> None:
-        """Raises ConfigurationError when one layer of a block does not fit a chunk. `tap`: fault hook for tests."""
+        """`segment`: where others of this host can read `memory`, block after block. `tap`: fault hook for tests.
+
+        Raises ConfigurationError when one layer of a block does not fit a chunk.
+        """
         self._clock = clock
         self._settings = settings
         self._incarnation = incarnation
@@ -78,6 +84,8 @@ class KVSender:
             settings=settings,
             worker_id=worker_id,
             wire=self,
+            segment=segment,
+            network=network_identity(),
         )
         self._thread = threading.Thread(target=self._run, name="kv-send-control", daemon=True)
         self._thread.start()
@@ -162,10 +170,13 @@ class KVSender:
             reason = f"cannot connect to {ctrl_endpoint}: {error}"
             self._do(lambda: self._state.on_peer_lost(peer, reason))
 
-    def open_lanes(self, peer: str, endpoints: tuple[str, ...]) -> None:
+    def open_lanes(self, peer: str, endpoints: tuple[str, ...], probes: Sequence[tuple[DataHeader, memoryview]]) -> None:
         self._links[peer].lanes = [
             SenderLane(endpoint, self._settings.kv_max_chunk_bytes, self._on_lane_failed, self._tap) for endpoint in endpoints
         ]
+        for lane in self._links[peer].lanes:
+            for header, payload in probes:
+                lane.send(header, payload)
 
     def close_peer(self, peer: str) -> None:
         link = self._links.pop(peer, None)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import zmq
 
 from shared.transport.connector import FrameTap
-from shared.transport.frames import DataHeader
+from shared.transport.frames import DataHeader, MessageType
 from shared.transport.zmq_sockets import connect, new_context, new_lane_socket
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class SenderLane:
             context.term()
 
     def _send(self, sock: zmq.Socket[bytes], header: DataHeader, payload: memoryview) -> None:
-        if self._tap is not None:
+        if self._tap is not None and header.msg_type is not MessageType.PROBE:
             tapped = self._tap(header, payload)
             if tapped is None:
                 return

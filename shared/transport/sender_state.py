@@ -21,7 +21,10 @@ from shared.transport.kv_layout import KVLayout
 from shared.transport.limits import DEAD_WIRE_FACTOR, HELLO_RETRY_S, HELLO_TIMEOUT_S, RENEW_FRACTION, STALL_FRACTION
 from shared.transport.sender_transfer import Chunk, CommitRequest, Phase, SenderTransfer
 from shared.transport.seq_ranges import from_ranges
+from shared.transport.shared_segment import SegmentOffer
 from shared.transport.trace_context import split_traceparent
+from shared.transport.transport_name import TransportName, allowed
+from shared.transport.wire_speed import probe_headers
 
 logger = logging.getLogger(__name__)
 COUNTERS = (
@@ -53,6 +56,7 @@ class _Connection:
     """Chunks in flight per lane."""
     layer_ranges: list[tuple[int, int]] = field(default_factory=list)
     max_chunk_bytes: int = 0
+    transport: TransportName = "tcp"
 
 
 class SenderState:
@@ -67,8 +71,13 @@ class SenderState:
         settings: Settings,
         worker_id: str,
         wire: SenderWire,
+        segment: SegmentOffer | None = None,
+        network: str = "",
     ) -> None:
-        """Raises ConfigurationError when one layer of a block does not fit a chunk."""
+        """Raises ConfigurationError when one layer of a block does not fit a chunk.
+
+        `segment`: where others find `memory`, block after block; `network`: see transport_name.network_identity.
+        """
         layout.layer_ranges(settings.kv_max_chunk_bytes)
         self._layout = layout
         self._memory = memory
@@ -78,6 +87,8 @@ class SenderState:
         self._settings = settings
         self._worker_id = worker_id
         self._wire = wire
+        self._segment = segment
+        self._network = network
         self._connections: dict[str, _Connection] = {}
         self._transfers: dict[str, SenderTransfer] = {}
         self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
@@ -270,6 +281,9 @@ class SenderState:
                 layout=self._layout,
                 num_lanes=self._settings.kv_lanes,
                 max_chunk_bytes=self._settings.kv_max_chunk_bytes,
+                transports=allowed(self._settings.kv_transport),
+                network=self._network,
+                segment=self._segment,
             ),
         )
 
@@ -292,12 +306,19 @@ class SenderState:
         except PagewireError as error:
             self.on_peer_lost(connection.key, error.message)
             return
+        connection.transport = message.transport
         connection.num_lanes = len(endpoints)
         connection.lane_load = [0] * len(endpoints)
         connection.is_ready = True
-        self._wire.open_lanes(connection.key, endpoints)
+        self._wire.open_lanes(connection.key, endpoints, self._probes(connection) if connection.transport != "shm" else [])
         for transfer in [t for t in self._transfers.values() if t.peer == connection.key]:
             self._send_offer(transfer)
+
+    def _probes(self, connection: _Connection) -> list[tuple[DataHeader, memoryview]]:
+        layout = self._layout
+        start, count = connection.layer_ranges[0]
+        view = self._memory.block_view(0)[start * layout.layer_nbytes : (start + count) * layout.layer_nbytes]
+        return [(header, view) for header in probe_headers(layout, count, self._incarnation, connection.incarnation)]
 
     def _answer_stranger(self, peer: str, message: control.AnyControl) -> None:
         self._counters["control_ignored"] += 1
@@ -404,7 +425,8 @@ class SenderState:
         transfer.in_flight.add(seq)
         self._counters["chunks_sent"] += 1
         self._counters["bytes_sent"] += view.nbytes
-        self._wire.send_data(transfer.peer, chunk.lane, chunk.header, view)
+        # A notice is enough where the receiver can read this memory itself.
+        self._wire.send_data(transfer.peer, chunk.lane, chunk.header, view if connection.transport != "shm" else memoryview(b""))
 
     def _chunk_header(self, transfer: SenderTransfer, connection: _Connection, chunk: Chunk, seq: int, view: memoryview) -> DataHeader:
         # The checksum is taken here, while the block is owned by the transfer, not on the lane's thread: should the block be
@@ -438,13 +460,13 @@ class SenderState:
         is_fence = block is None
         return DataHeader(
             msg_type=msg_type,
-            flags=Flags.NONE,
+            flags=Flags.SHARED_MEMORY if block is not None and connection.transport == "shm" else Flags.NONE,
             transfer_id=bytes.fromhex(transfer.transfer_id),
             attempt=transfer.attempt,
             src_incarnation=self._incarnation,
             dst_incarnation=connection.incarnation,
             grant_id=transfer.grant_id,
-            slot=transfer.nack_seq if is_fence else 0,
+            slot=transfer.nack_seq if block is None else block.block_id if connection.transport == "shm" else 0,
             slot_gen=transfer.slot_gen,
             chunk_seq=seq,
             chunk_total=len(transfer.sent) if is_fence else 0,

@@ -90,6 +90,13 @@ def bind_ephemeral(sock: SyncSocket, bind_host: str, advertise_host: str) -> str
     return f"tcp://{_bracketed(advertise_host)}:{port}"
 
 
+def bind_ipc(sock: SyncSocket, name: str) -> str:
+    """Bind to an abstract Unix socket, which needs no file and ends with the process; the endpoint, for this network namespace."""
+    endpoint = f"ipc://@pagewire-{name}"
+    sock.bind(endpoint)
+    return endpoint
+
+
 def connect(sock: SyncSocket, endpoint: str) -> None:
     if "[" in endpoint:
         sock.setsockopt(zmq.IPV6, 1)

@@ -38,9 +38,9 @@ def choice(stack: LocalStack, token_ids: list[int], max_tokens: int, **options: 
     return result
 
 
-def test_sixty_prompts_of_all_lengths_equal_the_plain_run(stack: LocalStack) -> None:
-    assert len(LENGTHS) >= 60
-    for length in LENGTHS:
+@pytest.mark.parametrize("lengths", [LENGTHS[::4], pytest.param(LENGTHS, marks=pytest.mark.long)], ids=["a quarter", "all"])
+def test_prompts_of_all_lengths_equal_the_plain_run(stack: LocalStack, lengths: list[int]) -> None:
+    for length in lengths:
         assert_equals_plain_run(choice(stack, prompt(length, seed=length), 3))
 
 

@@ -493,6 +493,38 @@ def test_request_id_is_echoed_or_made(stack: Stack) -> None:
     assert made.startswith("req-")
 
 
+@pytest.mark.parametrize("path", ["/health", "/ping", "/ready", "/version", "/metrics", "/v1/models", f"/v1/models/{SERVED}", "/nothing"])
+def test_head_is_get_without_the_body(stack: Stack, path: str) -> None:
+    got, head = stack.client.get(path), stack.client.head(path)
+    assert (head.status_code, head.content) == (got.status_code, b"")
+    assert head.headers["content-type" if got.content else "x-request-id"]
+
+
+def test_without_an_accepted_key_nothing_is_answered(redis_server: RedisServer, model: ServedModel) -> None:
+    stack = Stack(redis_server.url, model, f"test{next(namespaces)}", api_keys="one,two")
+    try:
+        stack.join("prefill", "p")
+        decode = stack.join("decode", "d")
+        stack.wait_ready()
+        for headers in ({}, {"authorization": "Bearer three"}, {"authorization": "Basic b25l"}):
+            response = stack.client.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-id": "mine", **headers})
+            assert response.status_code == 401
+            error = response.json()["error"]
+            assert (error["code"], error["type"], error["param"]) == ("invalid_api_key", "invalid_request_error", None)
+            assert response.headers["www-authenticate"] == "Bearer"
+            assert response.headers["x-request-id"] == "mine"
+        assert stack.client.get("/metrics").status_code == 200
+        with pytest.raises(openai.AuthenticationError) as caught:
+            openai.OpenAI(base_url=f"{stack.url}/v1", api_key="wrong", max_retries=0).models.list()
+        assert caught.value.code == "invalid_api_key"
+        for key in ("one", "two"):
+            client = openai.OpenAI(base_url=f"{stack.url}/v1", api_key=key, max_retries=0)
+            assert client.completions.create(model=SERVED, prompt="a", max_tokens=2).choices[0].text
+        assert len(decode.of_kind(DecodeRequest)) == 2
+    finally:
+        stack.close()
+
+
 def test_metrics_name_workers_and_not_clients(stack: Stack) -> None:
     stack.complete()
     assert stack.client.head("/metrics").status_code == 200
@@ -1016,3 +1048,11 @@ def test_sigterm_ends_the_process_within_three_seconds_even_with_a_request_runni
     process.stderr.close()
     for worker in workers:
         worker.close()
+
+
+def test_a_bug_is_answered_with_the_error_object(bare: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(bare.parts.frontend), "complete", lambda *_: 1 / 0)
+    response = bare.complete()
+    check_error(response, 500)
+    assert response.headers["x-request-id"]
+    assert bare.client.get("/health").status_code == 200

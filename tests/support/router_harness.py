@@ -19,6 +19,7 @@ from stub_worker import Script, StubWorker
 
 from services.router.__main__ import build_parts
 from services.router.app import create_app
+from services.router.http_protocol import HttpProtocol
 from services.router.served_model import ServedModel
 from shared.config import load_settings
 
@@ -70,7 +71,7 @@ class Stack:
         self.redis_url, self.model, self.namespace = redis_url, model, namespace
         self.settings = load_settings("router", {}, redis_url=redis_url, redis_namespace=namespace, **settings)
         self.parts = build_parts(self.settings, model)
-        config = uvicorn.Config(create_app(self.parts), loop="uvloop", http="httptools", log_config=None, timeout_graceful_shutdown=1)
+        config = uvicorn.Config(create_app(self.parts), loop="uvloop", http=HttpProtocol, log_config=None, timeout_graceful_shutdown=1)
         self.listener = socket.socket()
         self.listener.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"

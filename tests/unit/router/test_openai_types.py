@@ -150,4 +150,4 @@ def test_no_tokens_may_be_asked_for_where_the_prompt_is_the_answer() -> None:
     chat = parse_body(ChatCompletionRequest, b'{"messages": [{"role": "user", "content": "a"}], "max_completion_tokens": 0}')
     with pytest.raises(InvalidRequestError) as caught:
         chat.check_offered()
-    assert caught.value.param == "max_tokens"
+    assert caught.value.param == "max_completion_tokens"

@@ -1,0 +1,183 @@
+"""The same transfer over TCP, Unix sockets and shared memory: what is chosen, what it measures, and what each does when it is lied to."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+from kv_transfer_pairs import LAYOUT, SETTINGS, TRANSFER, ReceiverLog, SenderLog, random_memory
+
+from shared.clock import SystemClock
+from shared.config import Settings
+from shared.ids import new_incarnation
+from shared.messages import KVPeer
+from shared.transport.frames import DataHeader, Flags
+from shared.transport.memory import BytesMemory
+from shared.transport.receiver import KVReceiver
+from shared.transport.sender import KVSender
+from shared.transport.shared_segment import SegmentOffer, SharedSegment
+
+NUM_BLOCKS = 12
+ALL = range(NUM_BLOCKS)
+
+
+class SegmentMemory:
+    """BlockMemory that other processes can read."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.segment = SharedSegment(num_blocks * LAYOUT.block_nbytes)
+        contents = random_memory(num_blocks, 0)
+        for block_id in range(num_blocks):
+            self.block_view(block_id)[:] = contents.block_view(block_id)
+
+    def block_view(self, block_id: int) -> memoryview:
+        return self.segment.view[block_id * LAYOUT.block_nbytes : (block_id + 1) * LAYOUT.block_nbytes]
+
+
+class Pair:
+    def __init__(self, sending: Settings, receiving: Settings, segment: SegmentOffer | str | None = "own", tap: object = None) -> None:
+        self.source, self.target = SegmentMemory(NUM_BLOCKS), BytesMemory(NUM_BLOCKS, LAYOUT.block_nbytes)
+        self.sender_log, self.receiver_log = SenderLog(), ReceiverLog()
+        incarnation = new_incarnation()
+        self.receiver = KVReceiver(LAYOUT, self.target, incarnation, self.receiver_log, SystemClock(), receiving, "decode-0")
+        self.peer = KVPeer(worker_id="decode-0", ctrl_endpoint=self.receiver.ctrl_endpoint, incarnation=incarnation)
+        offer = self.source.segment.offer if segment == "own" else segment
+        clock = SystemClock()
+        self.sender = KVSender(LAYOUT, self.source, new_incarnation(), self.sender_log, clock, sending, "prefill-0", tap, offer)
+
+    def transfer(self, timeout_s: float = 5.0) -> str | None:
+        """How it ended at the receiver: None, or why it failed."""
+        num_tokens = NUM_BLOCKS * LAYOUT.block_size
+        self.receiver.expect(TRANSFER, 0, ALL, ALL, num_tokens, 60.0)
+        self.sender.offer(TRANSFER, 0, self.peer, num_tokens, [], 60.0)
+        self.sender.send_blocks(TRANSFER, [(index, index) for index in ALL])
+        self.sender.commit(TRANSFER, b"hidden", 0)
+        wait_until(lambda: self.receiver_log.ended and self.sender_log.ended, timeout_s)
+        return self.receiver_log.ended[TRANSFER][0]
+
+    @property
+    def is_copied(self) -> bool:
+        return all(self.source.block_view(index) == self.target.block_view(index) for index in ALL)
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "did not happen in time"
+        time.sleep(0.005)
+
+
+def settings(transport: str) -> Settings:
+    return SETTINGS.model_copy(update={"kv_transport": transport})
+
+
+@contextmanager
+def running(sending: str = "auto", receiving: str = "auto", **options: object) -> Iterator[Pair]:
+    pair = Pair(settings(sending), settings(receiving), **options)
+    try:
+        yield pair
+    finally:
+        pair.sender.close()
+        pair.receiver.close()
+
+
+@pytest.mark.parametrize("transport", ["tcp", "ipc", "shm"])
+def test_a_transfer_is_exact_over_what_was_forced(transport: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with running(transport) as pair:
+        assert pair.transfer() is None
+        assert pair.is_copied
+        info = pair.receiver_log.infos[TRANSFER]
+        assert (info.transport, info.num_bytes) == (transport, NUM_BLOCKS * LAYOUT.block_nbytes)
+        wait_until(lambda: f"KV wire from prefill-0: {transport}, " in caplog.text)
+
+
+def test_the_best_that_both_ends_can_use_is_chosen() -> None:
+    for sending, receiving, segment, expected in [
+        ("auto", "auto", "own", "shm"),
+        ("auto", "auto", None, "ipc"),
+        ("auto", "tcp", "own", "tcp"),
+        ("ipc", "auto", "own", "ipc"),
+    ]:
+        with running(sending, receiving, segment=segment) as pair:
+            assert pair.transfer() is None
+            assert pair.receiver_log.infos[TRANSFER].transport == expected
+
+
+def test_a_segment_that_cannot_be_read_is_no_failure() -> None:
+    elsewhere = SharedSegment(4096).offer.model_copy(update={"pid": 2**22 - 1})
+    with running(segment=elsewhere) as pair:
+        assert pair.transfer() is None
+        assert pair.receiver_log.infos[TRANSFER].transport == "ipc"
+        assert pair.is_copied
+
+
+def test_ends_without_a_transport_in_common_are_refused_and_the_field_named() -> None:
+    with running("shm", "tcp") as pair:
+        pair.sender.offer(TRANSFER, 0, pair.peer, 4, [], 60.0)
+        wait_until(lambda: pair.sender_log.ended)
+        reason = pair.sender_log.ended[TRANSFER][0]
+        assert reason is not None
+        assert "no transport in common" in reason
+
+
+def test_memory_that_changes_while_it_is_read_is_noticed_and_never_committed() -> None:
+    """As if prefill gave the blocks to another request too early: the notice's checksum is of what stood there before."""
+    changed = False
+
+    def spoil(header: DataHeader, payload: memoryview) -> memoryview:
+        nonlocal changed
+        if Flags.SHARED_MEMORY in header.flags and header.block_index == 5 and not changed:
+            changed = True
+            pair.source.block_view(5)[0] ^= 1
+        return payload
+
+    with running("shm", tap=spoil) as pair:
+        reason = pair.transfer()
+        assert changed
+        assert reason is not None
+        assert "damaged" in reason
+        assert pair.receiver.counters()["bad_checksums"] == 2
+
+
+@pytest.mark.parametrize("slot", [NUM_BLOCKS, 2**32 - 1])
+def test_a_notice_of_memory_outside_the_segment_fails_the_transfer(slot: int) -> None:
+    class Liar(KVSender):
+        def send_data(self, peer: str, lane: int, header: DataHeader, payload: memoryview) -> None:
+            is_chunk = Flags.SHARED_MEMORY in header.flags
+            super().send_data(peer, lane, replace(header, slot=slot) if is_chunk else header, payload)
+
+    with running("shm") as pair:
+        pair.sender.close()
+        offer = pair.source.segment.offer
+        pair.sender = Liar(LAYOUT, pair.source, new_incarnation(), pair.sender_log, SystemClock(), settings("shm"), "liar", segment=offer)
+        reason = pair.transfer()
+        assert reason is not None
+        assert "outside a segment" in reason
+
+
+def test_a_notice_without_a_segment_fails_the_transfer() -> None:
+    class Liar(KVSender):
+        def send_data(self, peer: str, lane: int, header: DataHeader, payload: memoryview) -> None:
+            if header.payload_nbytes and lane >= 0 and header.transfer_id != bytes(16):
+                header, payload = replace(header, flags=Flags.SHARED_MEMORY), memoryview(b"")
+            super().send_data(peer, lane, header, payload)
+
+    with running("tcp") as pair:
+        pair.sender.close()
+        pair.sender = Liar(LAYOUT, pair.source, new_incarnation(), pair.sender_log, SystemClock(), settings("tcp"), "liar")
+        assert "no segment" in str(pair.transfer())
+
+
+def test_a_wire_below_its_floor_is_said_aloud(caplog: pytest.LogCaptureFixture) -> None:
+    pair = Pair(settings("tcp"), settings("tcp").model_copy(update={"kv_min_gb_per_s": 1e6}))
+    try:
+        assert pair.transfer() is None
+        wait_until(lambda: "is slow: tcp carries" in caplog.text)
+    finally:
+        pair.sender.close()
+        pair.receiver.close()

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from shared.errors import TransferError
+from shared.transport.shared_segment import SegmentOffer, SegmentReader, SharedSegment
+
+
+def test_another_process_reads_what_is_written_after_it_looked() -> None:
+    segment = SharedSegment(1 << 16)
+    code = (
+        "import sys; from shared.transport.shared_segment import *\n"
+        "reader = SegmentReader(SegmentOffer.model_validate_json(sys.argv[1]))\n"
+        "print(bytes(reader.read(100, 5)).hex(), flush=True); sys.stdin.readline(); print(bytes(reader.read(100, 5)).decode())"
+    )
+    command = [sys.executable, "-c", code, segment.offer.model_dump_json()]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        assert child.stdout.readline() == "0000000000\n"
+        segment.view[100:105] = b"hello"
+        child.stdin.write("\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == "hello\n"
+
+
+def test_a_reader_can_neither_write_nor_find_the_file_cut_short() -> None:
+    segment = SharedSegment(1 << 16)
+    view = SegmentReader(segment.offer).read(0, 16)
+    assert view.readonly
+    fd = os.open(f"/proc/self/fd/{segment.offer.fd}", os.O_RDWR)
+    try:
+        with pytest.raises(PermissionError):
+            mmap.mmap(fd, 4096, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, 10)
+        with pytest.raises(PermissionError):
+            os.write(fd, b"x")
+    finally:
+        os.close(fd)
+
+
+def test_pages_cost_memory_when_they_are_used_and_the_owner_may_go_first() -> None:
+    segment = SharedSegment(64 << 30)
+    np.frombuffer(segment.view, np.uint8)[5] = 7
+    reader = SegmentReader(segment.offer)
+    del segment
+    assert reader.read(5, 1)[0] == 7
+
+
+@pytest.mark.parametrize(
+    "change", [{"pid": 1}, {"pid": 2**31 - 1}, {"fd": 0}, {"fd": 2**31 - 1}, {"size_bytes": 100}, {"nonce": "00" * 32}]
+)
+def test_any_other_file_is_refused(change: dict[str, object]) -> None:
+    segment = SharedSegment(1 << 16)
+    offer = SegmentOffer.model_validate({**segment.offer.model_dump(), **change})
+    with pytest.raises(TransferError):
+        SegmentReader(offer)
+
+
+def test_an_unsealed_file_is_refused() -> None:
+    segment = SharedSegment(1 << 12)
+    fd = os.memfd_create("pagewire-kv", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, (1 << 12) + 32)
+    with pytest.raises(TransferError, match="not sealed"):
+        SegmentReader(segment.offer.model_copy(update={"fd": fd}))
+    os.close(fd)
+
+
+@pytest.mark.parametrize(("start", "size"), [(-1, 4), (0, (1 << 12) + 1), (1 << 12, 1), (1 << 70, 4), (4, -1)])
+def test_nothing_outside_is_read(start: int, size: int) -> None:
+    segment = SharedSegment(1 << 12)
+    with pytest.raises(TransferError):
+        SegmentReader(segment.offer).read(start, size)
