@@ -16,7 +16,7 @@ MIN_COVERAGE := 85
 SANITIZED := d01 or d03 or d16 or greedy or large_vocabularies or fp8_saturates or residual or extreme or pinned
 
 .DEFAULT_GOAL := help
-.PHONY: help up install test long-test fuzz check format compile-cuda gpu-test gpu-sanitize e2e clean
+.PHONY: help up install test long-test fuzz check format compile-cuda gpu-test gpu-sanitize e2e clients clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1	\2/' | expand -t 18
@@ -60,6 +60,9 @@ e2e: $(DEV) ## Build the containers, serve from them, break one; skipped where n
 	@if timeout 5 docker version --format '{{.Server.Version}}' >/dev/null 2>&1; then \
 		exec $(BIN)/python -m pytest -m e2e tests/e2e $(ARGS); \
 	else echo "make e2e: no Docker engine answers on this machine, so nothing was run"; fi
+
+clients: $(DEV) ## Run real clients (openai, langchain-openai, litellm, llm, aiperf, guidellm) against a server; ARGS="--only NAME"
+	@TORCH_INDEX_URL="$(TORCH_INDEX_URL)" $(BIN)/python tests/clients/run.py $(ARGS)
 
 clean: ## Remove .venv and everything the tools left
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage .coverage.* htmlcov build dist
