@@ -236,9 +236,9 @@ def token_entry(tokenizer: Tokenizer, piece: TokenPiece, tokens_as_ids: bool = F
     token = described(token_id, entry.logprob)
     if piece.is_stop_token:
         token["bytes"] = []
-    # alternatives[0] is the sampled token where the client asked for none.
-    count = len(entry.top_token_ids)
-    return {**token, "top_logprobs": [described(*pair) for pair in _alternatives(token_id, entry)] if count else []}
+    # As many as were asked for, the sampled token among them or not: its own entry is beside them.
+    top = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
+    return {**token, "top_logprobs": [described(*pair) for pair in top]}
 
 
 def _parse(parser: ToolCallParser, pieces: Sequence[TokenPiece]) -> ParsedText:

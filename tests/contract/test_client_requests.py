@@ -88,7 +88,7 @@ def check_whole(answer: dict[str, Any], body: dict[str, Any], is_chat: bool) -> 
         if body.get("logprobs") and is_chat:
             for entry in choice["logprobs"]["content"]:
                 assert set(entry) == {"token", "logprob", "bytes", "top_logprobs"}
-                assert len(entry["top_logprobs"]) >= body["top_logprobs"]
+                assert len(entry["top_logprobs"]) == body["top_logprobs"]
         elif body.get("logprobs"):
             lists = [choice["logprobs"][name] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")]
             assert len({len(items) for items in lists}) == 1
