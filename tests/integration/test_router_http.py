@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import socket
@@ -131,6 +132,18 @@ def test_stream_has_one_chunk_a_token_and_all_keys(stack: Stack) -> None:
     assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks}) == 1
 
 
+@pytest.mark.parametrize("body", [{}, {"n": 2}, {"logprobs": True}, {"stop": ["6"]}, {"stream_options": {"include_usage": True}}])
+def test_chunks_of_a_conversation_have_all_keys(stack: Stack, body: dict[str, object]) -> None:
+    chunks = events(stack.chat(stream=True, max_tokens=4, **body).text)
+    assert len({(chunk["id"], chunk["object"], chunk["created"], chunk["model"]) for chunk in chunks}) == 1
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert all({"index", "delta", "logprobs", "finish_reason"} <= set(choice) for choice in choices)
+    for index in {choice["index"] for choice in choices}:
+        own = [choice for choice in choices if choice["index"] == index]
+        assert [choice["finish_reason"] is None for choice in own] == [True] * (len(own) - 1) + [False]
+        assert [choice["delta"].get("role") for choice in own] == ["assistant"] + [None] * (len(own) - 1)
+
+
 def test_usage_comes_last_and_only_when_asked_for(stack: Stack) -> None:
     chunks = events(stack.complete(stream=True, stream_options={"include_usage": True}).text)
     assert chunks[-1]["choices"] == []
@@ -192,6 +205,30 @@ def test_stop_token_adds_no_text_unless_included(stack: Stack) -> None:
     choice = stack.complete(stop_token_ids=[41]).json()["choices"][0]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (" 6, 7, 8, ", "stop", 41)
     assert stack.complete(stop_token_ids=[41], include_stop_str_in_output=True).json()["choices"][0]["text"] == " 6, 7, 8, 9"
+
+
+def read_slowly(stack: Stack, body: dict[str, object]) -> list[dict[str, object]]:
+    """The events of a stream whose client takes a little at a time through a small window, so that pieces wait and come together."""
+    host, port = stack.url.removeprefix("http://").split(":")
+    with socket.socket() as window, contextlib.closing(http.client.HTTPConnection(host, int(port))) as connection:
+        window.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        window.connect((host, int(port)))
+        connection.sock = window
+        connection.request("POST", "/v1/completions", json.dumps({"stream": True, **body}), {"content-type": "application/json"})
+        response = connection.getresponse()
+        time.sleep(0.2)
+        received = b""
+        while part := response.read(7 if len(received) < 3000 else 1000):
+            received += part
+            time.sleep(0.0002)
+    return events(received.decode())
+
+
+@pytest.mark.parametrize("tokens", [LETTERS, (*LLAMA, 7906, 240, 178, 239, 230)])
+def test_a_slow_reader_gets_the_same_text(stack: Stack, tokens: tuple[int, ...]) -> None:
+    decode_of(stack).script = Script(token_ids=tokens, repeats=True)
+    body = {"prompt": "a", "max_tokens": 500, "ignore_eos": True, "stop": ["WDEFX", "\u754c\U0001f999!"]}
+    assert streamed_text(read_slowly(stack, body)) == stack.complete(**body).json()["choices"][0]["text"]
 
 
 def test_first_token_can_be_the_last(stack: Stack) -> None:
@@ -385,12 +422,17 @@ def test_unknown_fields_are_ignored_and_named(stack: Stack) -> None:
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"null", b"\xff\xfe", b'"text"', b"5", b'{"prompt": "\\ud800"}', b"[" * 100_000])
 def test_bad_bodies_have_the_error_object(stack: Stack, content: bytes) -> None:
     headers = {"content-type": "application/json"}
-    for route in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+    for route in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"):
         check_error(stack.client.post(route, content=content, headers=headers), 400)
 
 
 def test_http_errors_have_the_error_object(stack: Stack) -> None:
-    check_error(stack.client.get("/v1/completions"), 405)
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize"):
+        for method in ("GET", "PUT", "DELETE", "OPTIONS"):
+            response = stack.client.request(method, path)
+            check_error(response, 405)
+            assert response.headers["allow"] == "POST"
+        check_error(stack.client.post(f"{path}/", json={}), 404)
     check_error(stack.client.get("/nowhere"), 404)
     check_error(stack.client.post("/v1/completions", content=b"x" * (10 << 20 | 1), headers={"content-type": "application/json"}), 413)
     check_error(stack.client.post("/v1/completions", content=b"a=b", headers={"content-type": "application/x-www-form-urlencoded"}), 415)
@@ -611,18 +653,24 @@ def test_the_stock_openai_client_works(stack: Stack) -> None:
 # ---- hanging up and dying --------------------------------------------------------------------------------------------------------
 
 
-def send_and_hang_up(stack: Stack, after_s: float, **body: object) -> None:
-    payload = json.dumps({"prompt": "1, 2, 3, 4, 5,", "max_tokens": 2000, "ignore_eos": True, **body}).encode()
+def send_and_hang_up(stack: Stack, after_s: float, path: str = "/v1/completions", **body: object) -> None:
+    prompt: dict[str, object] = {"prompt": "1, 2, 3, 4, 5,", "max_tokens": 2000} if path == "/v1/completions" else {}
+    payload = json.dumps({**prompt, "ignore_eos": True, **body}).encode()
     host, port = stack.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(payload)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(payload)}\r\n\r\n"
         connection.sendall(head.encode() + payload)
         time.sleep(after_s)
 
 
 @pytest.mark.parametrize(
-    "body", [{"stream": False}, {"stream": True}, {"stream": False, "n": 4}, {"stream": True, "prompt": CNT_IDS * 3, "n": 2}]
-)
+    "body",
+    [
+        {"stream": False}, {"stream": True}, {"stream": False, "n": 4}, {"stream": True, "prompt": CNT_IDS * 3, "n": 2},
+        {"prompt": ["a", "b"]}, {"best_of": 3}, {"path": "/v1/chat/completions", "messages": [{"role": "user", "content": "a"}], "n": 2},
+        {"path": "/v1/responses", "input": "a"}, {"path": "/v1/responses", "input": "a", "stream": True},
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("first_delay_s", [0.0, 5.0])
 def test_hanging_up_aborts_at_both_workers(bare: Stack, body: dict[str, object], first_delay_s: float) -> None:
     prefill = bare.join("prefill", "p")
