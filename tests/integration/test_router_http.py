@@ -359,6 +359,21 @@ def test_partial_characters_have_bytes_in_logprobs(stack: Stack) -> None:
     assert len(set(tokens)) == 3
 
 
+@pytest.mark.parametrize("options", [{}, {"skip_special_tokens": False}, {"stop_token_ids": [57], "include_stop_str_in_output": True}])
+def test_bytes_of_all_tokens_are_the_bytes_of_the_text(stack: Stack, options: dict[str, object]) -> None:
+    """A special token that is not shown has its name and no bytes, wherever it stands."""
+    decode_of(stack).script = Script(token_ids=(*LLAMA, 1, 33203, 57, 58))
+    for stream in (False, True):
+        response = stack.chat(logprobs=True, top_logprobs=1, stream=stream, **options)
+        choices = [chunk["choices"][0] for chunk in (events(response.text) if stream else [response.json()])]
+        content = [entry for choice in choices for entry in choice["logprobs"]["content"]]
+        text = "".join(choice["delta" if stream else "message"]["content"] for choice in choices)
+        assert bytes(byte for entry in content for byte in entry["bytes"]).decode() == text
+        assert content[3]["token"] == "<|im_start|>"
+        assert ("<|im_start|>" in text) == (options.get("skip_special_tokens") is False)
+        assert text.endswith("I" if "stop_token_ids" in options else "J")
+
+
 def test_cached_tokens_are_reported(stack: Stack) -> None:
     decode_of(stack).script = Script(num_cached_tokens=48)
     assert stack.complete(prompt=CNT_IDS * 5).json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 48}
