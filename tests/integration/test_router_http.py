@@ -485,7 +485,8 @@ def test_tokenize_and_detokenize_are_inverse(stack: Stack) -> None:
     assert stack.client.post("/detokenize", json={"tokens": CNT_IDS}).json() == {"prompt": "1, 2, 3, 4, 5,"}
     chat = stack.client.post("/tokenize", json={"messages": [{"role": "user", "content": "hi"}]}).json()
     assert chat["tokens"][0] == 1
-    check_error(stack.client.post("/detokenize", json={"tokens": [49152]}), 400)
+    for tokens in ([49152], [-1], [2**70], [1.5], [True], ["a"], None, 5):
+        check_error(stack.client.post("/detokenize", json={"tokens": tokens}), 400, "tokens")
     check_error(stack.client.post("/tokenize", json={}), 400, "prompt")
 
 
