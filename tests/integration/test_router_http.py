@@ -417,6 +417,28 @@ def test_bad_fields_are_refused_by_name(stack: Stack, name: str, value: object) 
     check_error(stack.complete(**{name: value}), 400, name)
 
 
+def test_fields_of_another_api_are_refused_by_name_and_not_ignored(stack: Stack) -> None:
+    for name, value in (("top_logprobs", 2), ("max_output_tokens", 5)):
+        check_error(stack.complete(**{name: value}), 400, name)
+    for name, value in (("echo", True), ("max_output_tokens", 5), ("suffix", "x"), ("logprobs", 2)):
+        check_error(stack.chat(**{name: value}), 400, name)
+    for name, value in (("echo", False), ("top_logprobs", 0)):
+        assert stack.complete(**{name: value}).status_code == 200
+    assert stack.chat(echo=False).status_code == 200
+
+
+def test_max_completion_tokens_counts_in_completions_too(stack: Stack) -> None:
+    for stream in (False, True):
+        response = stack.complete(max_tokens=None, max_completion_tokens=24, min_tokens=10, n=2, stream=stream)
+        chunks = events(response.text) if stream else [response.json()]
+        texts = ["", ""]
+        for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+            texts[choice["index"]] += choice["text"]
+        assert texts == [CNT, CNT]
+    check_error(stack.complete(max_completion_tokens=0), 400, "max_completion_tokens")
+    check_error(stack.complete(max_completion_tokens=10**6), 400, "max_completion_tokens")
+
+
 def test_fields_that_ask_for_nothing_are_accepted(stack: Stack) -> None:
     harmless = {
         "suffix": "", "best_of": 1, "use_beam_search": False, "response_format": {"type": "text"}, "tools": [], "tool_choice": "none",
