@@ -393,7 +393,7 @@ class ChatCompletionRequest(GenerationRequest, ToolFields):
         super().check_offered()
         if not self.messages:
             raise InvalidRequestError("messages must not be empty", param="messages")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
         if self.continue_final_message and self.add_generation_prompt:
             message = "continue_final_message goes on in the last message and add_generation_prompt begins a new one; set only one of them"

@@ -424,7 +424,9 @@ def test_fields_of_another_api_are_refused_by_name_and_not_ignored(stack: Stack)
         check_error(stack.chat(**{name: value}), 400, name)
     for name, value in (("echo", False), ("top_logprobs", 0)):
         assert stack.complete(**{name: value}).status_code == 200
-    assert stack.chat(echo=False).status_code == 200
+    for body in ({"echo": False}, {"top_logprobs": 0}, {"logprobs": False, "top_logprobs": 0}):
+        choice = stack.chat(max_tokens=1, **body).json()["choices"][0]
+        assert choice["logprobs"] is None
 
 
 def test_max_completion_tokens_counts_in_completions_too(stack: Stack) -> None:
