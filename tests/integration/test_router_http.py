@@ -549,6 +549,8 @@ def test_more_than_the_limit_in_flight_is_429_with_retry_after(redis_server: Red
         if answer.status_code != 200:
             check_error(answer, 429)
             assert int(answer.headers["retry-after"]) >= 1
+    rejected = f'pagewire:requests_rejected_total{{error_type="overloaded_error",model_name="{SERVED}"}} {statuses.count(429)}.0'
+    assert rejected in stack.client.get("/metrics").text
     check_error(stack.complete(n=5), 400, "n")
     stack.close()
 
@@ -751,14 +753,21 @@ def test_request_waits_for_a_dead_worker_to_come_back(bare: Stack) -> None:
         assert answer.result(timeout=10).json()["choices"][0]["text"] == CNT
 
 
-def test_death_in_mid_stream_ends_with_an_error_event(bare: Stack) -> None:
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("completions", {"prompt": "a"}), ("completions", {"prompt": ["a", "b"], "n": 2, "logprobs": 1}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "stream_options": {"include_usage": True}}),
+    ],
+)  # fmt: skip
+def test_death_in_mid_stream_ends_with_an_error_event(bare: Stack, path: str, asked: dict[str, object]) -> None:
     bare.join("prefill", "p")
     decode = bare.join("decode", "d", Script(repeats=True, delay_s=0.01))
     bare.wait_ready()
-    body = {"prompt": "a", "max_tokens": 500, "ignore_eos": True, "stream": True}
+    body = {**asked, "max_tokens": 500, "ignore_eos": True, "stream": True}
     lines: list[str] = []
     start_s = 0.0
-    with bare.client.stream("POST", "/v1/completions", json=body) as response:
+    with bare.client.stream("POST", f"/v1/{path}", json=body) as response:
         for line in response.iter_lines():
             lines += [line] if line else []
             if len(lines) == 5:
