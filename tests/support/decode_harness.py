@@ -10,7 +10,7 @@ from opentelemetry.trace import NoOpTracer
 
 from services.decode.worker import DecodeWorker
 from shared.config import Settings
-from shared.messages import AbortRequest, DecodeRequest, Message, RequestFailed, RequestOutput, WorkerTiming, decode_router_message, encode
+from shared.messages import AbortRequest, DecodeRequest, Message, RequestFailed, RequestOutput, WorkerTiming
 from shared.model_files.model_source import ModelSource
 from shared.sampling_params import SamplingParams
 
@@ -44,13 +44,12 @@ class DecodeHarness:
         """`fields` of DecodeRequest, or else of its sampling."""
         own = {name: fields.pop(name) for name in list(fields) if name in DecodeRequest.model_fields}
         sampling = SamplingParams(**fields)
-        request = DecodeRequest(
-            request_id=request_id, transfer_id=None, token_ids=tuple(prompt), sampling=sampling, deadline_s=deadline_s, **own
+        self.worker.accept(
+            b"router",
+            DecodeRequest(
+                request_id=request_id, transfer_id=None, token_ids=tuple(prompt), sampling=sampling, deadline_s=deadline_s, **own
+            ),
         )
-        # As the worker gets it: through the bytes of the message.
-        arrived = decode_router_message(encode(request))
-        assert isinstance(arrived, DecodeRequest)
-        self.worker.accept(b"router", arrived)
 
     def abort(self, request_id: str, sequence_index: int | None = None) -> None:
         self.worker.abort(AbortRequest(request_id=request_id, reason="test", sequence_index=sequence_index))
