@@ -232,9 +232,9 @@ def token_entry(tokenizer: Tokenizer, piece: TokenPiece, tokens_as_ids: bool = F
         text = f"token_id:{token_id}" if tokens_as_ids else raw.decode("utf-8", errors="replace")
         return {"token": text, "logprob": logprob, "bytes": list(raw)}
 
-    # The token that ended the answer has its name and no bytes: the bytes of all entries are the bytes of the text.
+    # A token that is not in the text has its name and no bytes: the bytes of all entries are the bytes of the text.
     token = described(token_id, entry.logprob)
-    if piece.is_stop_token:
+    if not piece.is_text:
         token["bytes"] = []
     # As many as were asked for, the sampled token among them or not: its own entry is beside them.
     top = zip(entry.top_token_ids, entry.top_logprobs, strict=True)

@@ -185,7 +185,7 @@ def _add_model_routes(app: FastAPI, parts: RouterParts) -> None:
         """The text of token ids."""
         body = parse_body(DetokenizeRequest, await read_json_body(request))
         model.check_name(body.model)
-        model.check_prompt_ids(body.tokens)
+        model.check_ids(body.tokens, "tokens")
         return _json({"prompt": model.tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
 

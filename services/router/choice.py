@@ -24,7 +24,8 @@ class TokenPiece:
     logprobs: TokenLogprobs | None
     text_offset: int
     """Characters of the choice decoded before this token."""
-    is_stop_token: bool
+    is_text: bool
+    """False: a stop token or a special token that the client does not see; it adds nothing to the text."""
     finish_reason: FinishReason | None
     stop_reason: str | int | None
 
@@ -61,14 +62,15 @@ class ChoiceAssembler:
         offset = self._num_characters
         # Decode ends with "stop" only for a token (EOS or stop_token_ids); that token is no text unless the client asks for it.
         is_stop_token = output.finish_reason == "stop"
-        decoded = "" if is_stop_token and not self._options.include_stop else self._detokenizer.push(output.token_id)
+        is_text = not (is_stop_token and not self._options.include_stop) and not self._detokenizer.skips(output.token_id)
+        decoded = self._detokenizer.push(output.token_id) if is_text else ""
         if output.finish_reason is not None:
             decoded += self._detokenizer.flush()
         self._num_characters += len(decoded)
         text = decoded if self.num_tokens <= self._options.min_tokens else self._matcher.push(decoded)
         finish_reason, stop_reason = output.finish_reason, output.stop_token_id
         if self._matcher.matched is not None:
-            return TokenPiece(output.token_id, text, output.logprobs, offset, is_stop_token, "stop", self._matcher.matched)
+            return TokenPiece(output.token_id, text, output.logprobs, offset, is_text, "stop", self._matcher.matched)
         if finish_reason is not None:
             text += self._matcher.flush()
-        return TokenPiece(output.token_id, text, output.logprobs, offset, is_stop_token, finish_reason, stop_reason)
+        return TokenPiece(output.token_id, text, output.logprobs, offset, is_text, finish_reason, stop_reason)

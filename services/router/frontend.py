@@ -184,7 +184,7 @@ class Frontend:
         if isinstance(prompt, str):
             token_ids = await self._model.encode(prompt, body.add_special_tokens is not False)
         else:
-            self._model.check_prompt_ids(prompt)
+            self._model.check_ids(prompt, "prompt")
             token_ids = prompt
         kept = self._truncated(body, token_ids, DEFAULT_COMPLETION_MAX_TOKENS)
         if not body.echo:

@@ -30,6 +30,10 @@ _INT64 = 2**63
 # Fields that would change the answer, with the values (besides null) that ask for nothing.
 NOT_OFFERED: Mapping[str, tuple[object, ...]] = {
     "suffix": ("",),
+    # Fields of one of the APIs: where it declares them they are not looked for here.
+    "echo": (False,),
+    "top_logprobs": (0,),
+    "max_output_tokens": (),
     "functions": ([],),
     "function_call": ("none", "auto"),
     # Fields of chat alone, which a completion cannot follow.
@@ -47,9 +51,13 @@ NOT_OFFERED: Mapping[str, tuple[object, ...]] = {
     "lora_path": (),
 }
 
-INSTEAD: Mapping[str, str] = dict.fromkeys(("functions", "function_call"), "by this server; use tools and tool_choice") | dict.fromkeys(
-    ("tools", "tool_choice", "chat_template_kwargs", "continue_final_message"), "by completions; use /v1/chat/completions"
-)
+INSTEAD: Mapping[str, str] = {
+    **dict.fromkeys(("functions", "function_call"), "by this server; use tools and tool_choice"),
+    **dict.fromkeys(("tools", "tool_choice", "chat_template_kwargs", "continue_final_message"), "by completions; use /v1/chat/completions"),
+    "echo": "here; use /v1/completions",
+    "top_logprobs": "by completions; set logprobs to the number",
+    "max_output_tokens": "here; use max_tokens",
+}
 
 
 def _check_prompt(value: Any) -> Any:
@@ -146,6 +154,7 @@ class GenerationRequest(StructuredOutputFields):
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=0, lt=_INT64)
+    max_completion_tokens: int | None = Field(None, ge=0, lt=_INT64, description="chat's newer name of max_tokens; goes before it")
     temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, lt=_INT64)
@@ -207,12 +216,12 @@ class GenerationRequest(StructuredOutputFields):
     @property
     def requested_max_tokens(self) -> int | None:
         """The limit the client named, if it named one."""
-        return self.max_tokens
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
     @property
     def max_tokens_field(self) -> str:
         """Where it was named, or would be."""
-        return "max_tokens"
+        return "max_completion_tokens" if self.max_completion_tokens is not None else "max_tokens"
 
     @property
     def num_logprobs(self) -> int | None:
@@ -370,20 +379,11 @@ class ChatCompletionRequest(GenerationRequest, ToolFields):
     prompt_field: ClassVar[str] = "messages"
 
     messages: list[ChatMessage]
-    max_completion_tokens: int | None = Field(None, ge=0, lt=_INT64)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, max_length=MAX_TEMPLATE_VARIABLES)
-
-    @property
-    def requested_max_tokens(self) -> int | None:
-        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-
-    @property
-    def max_tokens_field(self) -> str:
-        return "max_completion_tokens" if self.max_completion_tokens is not None else "max_tokens"
 
     @property
     def num_logprobs(self) -> int | None:
@@ -393,7 +393,7 @@ class ChatCompletionRequest(GenerationRequest, ToolFields):
         super().check_offered()
         if not self.messages:
             raise InvalidRequestError("messages must not be empty", param="messages")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
         if self.continue_final_message and self.add_generation_prompt:
             message = "continue_final_message goes on in the last message and add_generation_prompt begins a new one; set only one of them"

@@ -21,6 +21,7 @@ _NOT_OFFERED: dict[str, tuple[object, ...]] = {
     **NOT_OFFERED,
     "background": (False,),
     "conversation": (),
+    "logprobs": (False,),
     "max_tool_calls": (),
     "previous_response_id": (),
     "prompt": (),
@@ -30,14 +31,24 @@ _NOT_OFFERED: dict[str, tuple[object, ...]] = {
 _INSTEAD = {
     **INSTEAD,
     "conversation": _STORED_NOWHERE,
+    "logprobs": f"here; use include ({LOGPROBS_INCLUDED}) and top_logprobs",
     "previous_response_id": _STORED_NOWHERE,
     "prompt": "by this server, which stores none; send it as instructions and input",
     "tools": _ELSEWHERE,
     "tool_choice": _ELSEWHERE,
     "truncation": "by this server; use truncate_prompt_tokens",
 }
-# Fields of completions and chat that the answer to this request has no place for.
-_OF_OTHERS = ("n", "best_of", "use_beam_search", "prompt_logprobs", "return_token_ids", "response_format", "max_tokens")
+# Fields of completions and chat that the answer to this request has no place for, with the values (besides null) that ask for nothing.
+_OF_OTHERS: dict[str, tuple[object, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "prompt_logprobs": (),
+    "return_token_ids": (False,),
+    "response_format": (),
+    "max_tokens": (),
+    "max_completion_tokens": (),
+}
 # Fields that change nothing here and are sent by many clients.
 _WITHOUT_EFFECT = frozenset(
     {
@@ -110,8 +121,9 @@ class ResponsesRequest(GenerationRequest):
         return False
 
     def check_offered(self) -> None:
-        for name in _OF_OTHERS:
-            if getattr(self, name) not in (None, False, 1):
+        for name, defaults in _OF_OTHERS.items():
+            value = getattr(self, name)
+            if value is not None and value not in defaults:
                 raise InvalidRequestError(f"{name} is not supported {_ELSEWHERE}", param=name)
         super().check_offered()
 

@@ -58,11 +58,11 @@ class ServedModel:
         found = {text: self.tokenizer.token_to_id(text) for text in texts}
         return {text: token_id for text, token_id in found.items() if token_id is not None and token_id in self.tokenizer.special_ids}
 
-    def check_prompt_ids(self, token_ids: Sequence[int]) -> None:
-        """Raises InvalidRequestError for an id outside the vocabulary."""
+    def check_ids(self, token_ids: Sequence[int], field: str) -> None:
+        """Raises InvalidRequestError for an id outside the vocabulary; `field` is where they stood."""
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self.vocab_size):
             wrong = next(token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size)
-            raise InvalidRequestError(f"prompt: token id {wrong} is outside the vocabulary (0 to {self.vocab_size - 1})", param="prompt")
+            raise InvalidRequestError(f"{field}: token id {wrong} is outside the vocabulary (0 to {self.vocab_size - 1})", param=field)
 
 
 def resolve_max_tokens(

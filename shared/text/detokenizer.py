@@ -33,9 +33,13 @@ class IncrementalDetokenizer:
         self._utf8 = _new_utf8_decoder("replace")
         self._at_start = tokenizer.strips_leading_space and not continues_text
 
+    def skips(self, token_id: int) -> bool:
+        """Whether it is a special token that has no text here."""
+        return token_id in self._skipped
+
     def push(self, token_id: int) -> str:
         """Text that became complete with this token: often all of it, "" in the middle of a character."""
-        if token_id in self._skipped:
+        if self.skips(token_id):
             return ""
         return self._from_start(self._utf8.decode(self._tokenizer.token_bytes(token_id)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import socket
@@ -131,6 +132,18 @@ def test_stream_has_one_chunk_a_token_and_all_keys(stack: Stack) -> None:
     assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks}) == 1
 
 
+@pytest.mark.parametrize("body", [{}, {"n": 2}, {"logprobs": True}, {"stop": ["6"]}, {"stream_options": {"include_usage": True}}])
+def test_chunks_of_a_conversation_have_all_keys(stack: Stack, body: dict[str, object]) -> None:
+    chunks = events(stack.chat(stream=True, max_tokens=4, **body).text)
+    assert len({(chunk["id"], chunk["object"], chunk["created"], chunk["model"]) for chunk in chunks}) == 1
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert all({"index", "delta", "logprobs", "finish_reason"} <= set(choice) for choice in choices)
+    for index in {choice["index"] for choice in choices}:
+        own = [choice for choice in choices if choice["index"] == index]
+        assert [choice["finish_reason"] is None for choice in own] == [True] * (len(own) - 1) + [False]
+        assert [choice["delta"].get("role") for choice in own] == ["assistant"] + [None] * (len(own) - 1)
+
+
 def test_usage_comes_last_and_only_when_asked_for(stack: Stack) -> None:
     chunks = events(stack.complete(stream=True, stream_options={"include_usage": True}).text)
     assert chunks[-1]["choices"] == []
@@ -192,6 +205,30 @@ def test_stop_token_adds_no_text_unless_included(stack: Stack) -> None:
     choice = stack.complete(stop_token_ids=[41]).json()["choices"][0]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (" 6, 7, 8, ", "stop", 41)
     assert stack.complete(stop_token_ids=[41], include_stop_str_in_output=True).json()["choices"][0]["text"] == " 6, 7, 8, 9"
+
+
+def read_slowly(stack: Stack, body: dict[str, object]) -> list[dict[str, object]]:
+    """The events of a stream whose client takes a little at a time through a small window, so that pieces wait and come together."""
+    host, port = stack.url.removeprefix("http://").split(":")
+    with socket.socket() as window, contextlib.closing(http.client.HTTPConnection(host, int(port))) as connection:
+        window.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        window.connect((host, int(port)))
+        connection.sock = window
+        connection.request("POST", "/v1/completions", json.dumps({"stream": True, **body}), {"content-type": "application/json"})
+        response = connection.getresponse()
+        time.sleep(0.2)
+        received = b""
+        while part := response.read(7 if len(received) < 3000 else 1000):
+            received += part
+            time.sleep(0.0002)
+    return events(received.decode())
+
+
+@pytest.mark.parametrize("tokens", [LETTERS, (*LLAMA, 7906, 240, 178, 239, 230)])
+def test_a_slow_reader_gets_the_same_text(stack: Stack, tokens: tuple[int, ...]) -> None:
+    decode_of(stack).script = Script(token_ids=tokens, repeats=True)
+    body = {"prompt": "a", "max_tokens": 500, "ignore_eos": True, "stop": ["WDEFX", "\u754c\U0001f999!"]}
+    assert streamed_text(read_slowly(stack, body)) == stack.complete(**body).json()["choices"][0]["text"]
 
 
 def test_first_token_can_be_the_last(stack: Stack) -> None:
@@ -322,6 +359,21 @@ def test_partial_characters_have_bytes_in_logprobs(stack: Stack) -> None:
     assert len(set(tokens)) == 3
 
 
+@pytest.mark.parametrize("options", [{}, {"skip_special_tokens": False}, {"stop_token_ids": [57], "include_stop_str_in_output": True}])
+def test_bytes_of_all_tokens_are_the_bytes_of_the_text(stack: Stack, options: dict[str, object]) -> None:
+    """A special token that is not shown has its name and no bytes, wherever it stands."""
+    decode_of(stack).script = Script(token_ids=(*LLAMA, 1, 33203, 57, 58))
+    for stream in (False, True):
+        response = stack.chat(logprobs=True, top_logprobs=1, stream=stream, **options)
+        choices = [chunk["choices"][0] for chunk in (events(response.text) if stream else [response.json()])]
+        content = [entry for choice in choices for entry in choice["logprobs"]["content"]]
+        text = "".join(choice["delta" if stream else "message"]["content"] for choice in choices)
+        assert bytes(byte for entry in content for byte in entry["bytes"]).decode() == text
+        assert content[3]["token"] == "<|im_start|>"
+        assert ("<|im_start|>" in text) == (options.get("skip_special_tokens") is False)
+        assert text.endswith("I" if "stop_token_ids" in options else "J")
+
+
 def test_cached_tokens_are_reported(stack: Stack) -> None:
     decode_of(stack).script = Script(num_cached_tokens=48)
     assert stack.complete(prompt=CNT_IDS * 5).json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 48}
@@ -365,6 +417,30 @@ def test_bad_fields_are_refused_by_name(stack: Stack, name: str, value: object) 
     check_error(stack.complete(**{name: value}), 400, name)
 
 
+def test_fields_of_another_api_are_refused_by_name_and_not_ignored(stack: Stack) -> None:
+    for name, value in (("top_logprobs", 2), ("max_output_tokens", 5)):
+        check_error(stack.complete(**{name: value}), 400, name)
+    for name, value in (("echo", True), ("max_output_tokens", 5), ("suffix", "x"), ("logprobs", 2)):
+        check_error(stack.chat(**{name: value}), 400, name)
+    for name, value in (("echo", False), ("top_logprobs", 0)):
+        assert stack.complete(**{name: value}).status_code == 200
+    for body in ({"echo": False}, {"top_logprobs": 0}, {"logprobs": False, "top_logprobs": 0}):
+        choice = stack.chat(max_tokens=1, **body).json()["choices"][0]
+        assert choice["logprobs"] is None
+
+
+def test_max_completion_tokens_counts_in_completions_too(stack: Stack) -> None:
+    for stream in (False, True):
+        response = stack.complete(max_tokens=None, max_completion_tokens=24, min_tokens=10, n=2, stream=stream)
+        chunks = events(response.text) if stream else [response.json()]
+        texts = ["", ""]
+        for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+            texts[choice["index"]] += choice["text"]
+        assert texts == [CNT, CNT]
+    check_error(stack.complete(max_completion_tokens=0), 400, "max_completion_tokens")
+    check_error(stack.complete(max_completion_tokens=10**6), 400, "max_completion_tokens")
+
+
 def test_fields_that_ask_for_nothing_are_accepted(stack: Stack) -> None:
     harmless = {
         "suffix": "", "best_of": 1, "use_beam_search": False, "response_format": {"type": "text"}, "tools": [], "tool_choice": "none",
@@ -385,12 +461,17 @@ def test_unknown_fields_are_ignored_and_named(stack: Stack) -> None:
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"null", b"\xff\xfe", b'"text"', b"5", b'{"prompt": "\\ud800"}', b"[" * 100_000])
 def test_bad_bodies_have_the_error_object(stack: Stack, content: bytes) -> None:
     headers = {"content-type": "application/json"}
-    for route in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+    for route in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"):
         check_error(stack.client.post(route, content=content, headers=headers), 400)
 
 
 def test_http_errors_have_the_error_object(stack: Stack) -> None:
-    check_error(stack.client.get("/v1/completions"), 405)
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize"):
+        for method in ("GET", "PUT", "DELETE", "OPTIONS"):
+            response = stack.client.request(method, path)
+            check_error(response, 405)
+            assert response.headers["allow"] == "POST"
+        check_error(stack.client.post(f"{path}/", json={}), 404)
     check_error(stack.client.get("/nowhere"), 404)
     check_error(stack.client.post("/v1/completions", content=b"x" * (10 << 20 | 1), headers={"content-type": "application/json"}), 413)
     check_error(stack.client.post("/v1/completions", content=b"a=b", headers={"content-type": "application/x-www-form-urlencoded"}), 415)
@@ -428,7 +509,8 @@ def test_tokenize_and_detokenize_are_inverse(stack: Stack) -> None:
     assert stack.client.post("/detokenize", json={"tokens": CNT_IDS}).json() == {"prompt": "1, 2, 3, 4, 5,"}
     chat = stack.client.post("/tokenize", json={"messages": [{"role": "user", "content": "hi"}]}).json()
     assert chat["tokens"][0] == 1
-    check_error(stack.client.post("/detokenize", json={"tokens": [49152]}), 400)
+    for tokens in ([49152], [-1], [2**70], [1.5], [True], ["a"], None, 5):
+        check_error(stack.client.post("/detokenize", json={"tokens": tokens}), 400, "tokens")
     check_error(stack.client.post("/tokenize", json={}), 400, "prompt")
 
 
@@ -467,6 +549,8 @@ def test_more_than_the_limit_in_flight_is_429_with_retry_after(redis_server: Red
         if answer.status_code != 200:
             check_error(answer, 429)
             assert int(answer.headers["retry-after"]) >= 1
+    rejected = f'pagewire:requests_rejected_total{{error_type="overloaded_error",model_name="{SERVED}"}} {statuses.count(429)}.0'
+    assert rejected in stack.client.get("/metrics").text
     check_error(stack.complete(n=5), 400, "n")
     stack.close()
 
@@ -611,18 +695,24 @@ def test_the_stock_openai_client_works(stack: Stack) -> None:
 # ---- hanging up and dying --------------------------------------------------------------------------------------------------------
 
 
-def send_and_hang_up(stack: Stack, after_s: float, **body: object) -> None:
-    payload = json.dumps({"prompt": "1, 2, 3, 4, 5,", "max_tokens": 2000, "ignore_eos": True, **body}).encode()
+def send_and_hang_up(stack: Stack, after_s: float, path: str = "/v1/completions", **body: object) -> None:
+    prompt: dict[str, object] = {"prompt": "1, 2, 3, 4, 5,", "max_tokens": 2000} if path == "/v1/completions" else {}
+    payload = json.dumps({**prompt, "ignore_eos": True, **body}).encode()
     host, port = stack.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(payload)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(payload)}\r\n\r\n"
         connection.sendall(head.encode() + payload)
         time.sleep(after_s)
 
 
 @pytest.mark.parametrize(
-    "body", [{"stream": False}, {"stream": True}, {"stream": False, "n": 4}, {"stream": True, "prompt": CNT_IDS * 3, "n": 2}]
-)
+    "body",
+    [
+        {"stream": False}, {"stream": True}, {"stream": False, "n": 4}, {"stream": True, "prompt": CNT_IDS * 3, "n": 2},
+        {"prompt": ["a", "b"]}, {"best_of": 3}, {"path": "/v1/chat/completions", "messages": [{"role": "user", "content": "a"}], "n": 2},
+        {"path": "/v1/responses", "input": "a"}, {"path": "/v1/responses", "input": "a", "stream": True},
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("first_delay_s", [0.0, 5.0])
 def test_hanging_up_aborts_at_both_workers(bare: Stack, body: dict[str, object], first_delay_s: float) -> None:
     prefill = bare.join("prefill", "p")
@@ -663,14 +753,21 @@ def test_request_waits_for_a_dead_worker_to_come_back(bare: Stack) -> None:
         assert answer.result(timeout=10).json()["choices"][0]["text"] == CNT
 
 
-def test_death_in_mid_stream_ends_with_an_error_event(bare: Stack) -> None:
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("completions", {"prompt": "a"}), ("completions", {"prompt": ["a", "b"], "n": 2, "logprobs": 1}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "stream_options": {"include_usage": True}}),
+    ],
+)  # fmt: skip
+def test_death_in_mid_stream_ends_with_an_error_event(bare: Stack, path: str, asked: dict[str, object]) -> None:
     bare.join("prefill", "p")
     decode = bare.join("decode", "d", Script(repeats=True, delay_s=0.01))
     bare.wait_ready()
-    body = {"prompt": "a", "max_tokens": 500, "ignore_eos": True, "stream": True}
+    body = {**asked, "max_tokens": 500, "ignore_eos": True, "stream": True}
     lines: list[str] = []
     start_s = 0.0
-    with bare.client.stream("POST", "/v1/completions", json=body) as response:
+    with bare.client.stream("POST", f"/v1/{path}", json=body) as response:
         for line in response.iter_lines():
             lines += [line] if line else []
             if len(lines) == 5:

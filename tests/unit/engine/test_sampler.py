@@ -68,9 +68,25 @@ def test_filters_keep_what_the_sorted_definition_keeps(temperature: float, top_k
     assert kept(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p) == expected
 
 
-def test_temperature_comes_before_min_p() -> None:
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        # At temperature 2 the probabilities are .455, .276, .167, .101; without it .644, .237, .087, .032.
+        ({"min_p": 0.5}, {0, 1}),
+        ({"top_p": 0.6}, {0, 1}),
+        ({"top_p": 0.75}, {0, 1, 2}),
+        # Each filter looks at what those before it left: of the two kept by top-k the first has .622, of min-p's three .507.
+        ({"top_k": 2, "top_p": 0.6}, {0}),
+        ({"top_k": 2, "top_p": 0.63}, {0, 1}),
+        ({"min_p": 0.3, "top_p": 0.5}, {0}),
+        ({"min_p": 0.3, "top_p": 0.6}, {0, 1}),
+        ({"top_k": 2, "top_p": 0.6, "min_p": 0.3}, {0}),
+        ({"top_k": 3, "top_p": 0.99, "min_p": 0.7}, {0}),
+    ],
+)
+def test_filters_come_after_the_temperature_and_each_after_the_other(params: dict[str, Any], expected: set[int]) -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
-    assert kept(logits, temperature=2.0, min_p=0.5) == {0, 1}
+    assert kept(logits, temperature=2.0, **params) == expected
 
 
 def test_top_p_of_a_flat_distribution_needs_the_full_sort() -> None:

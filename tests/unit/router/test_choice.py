@@ -65,5 +65,7 @@ def test_stop_strings_do_not_end_before_min_tokens(tokenizer: Tokenizer) -> None
 def test_stop_token_is_no_text(tokenizer: Tokenizer) -> None:
     pieces = run(tokenizer, "ab!", TextOptions(), ends_with_stop_token=True)
     assert text_of(pieces) == "ab"
-    assert pieces[-1].is_stop_token
-    assert text_of(run(tokenizer, "ab!", TextOptions(include_stop=True), ends_with_stop_token=True)) == "ab!"
+    assert [piece.is_text for piece in pieces] == [True, True, False]
+    pieces = run(tokenizer, "ab!", TextOptions(include_stop=True), ends_with_stop_token=True)
+    assert text_of(pieces) == "ab!"
+    assert pieces[-1].is_text

@@ -1,9 +1,16 @@
 from __future__ import annotations
 
-import pytest
+import asyncio
+from pathlib import Path
+from typing import Any
 
+import pytest
+from tiny_models import TINY_TOKENS, with_changes, write_tiny_gguf
+
+from services.router.__main__ import load_model
 from services.router.in_flight import InFlightLimit
 from services.router.served_model import resolve_max_tokens
+from shared.config import load_settings
 from shared.errors import InvalidRequestError, OverloadedError
 
 
@@ -40,3 +47,22 @@ def test_in_flight_limit_counts_and_gives_back() -> None:
     assert counts == [2, 3, 2, 0]
     with pytest.raises(InvalidRequestError):
         limit.check(4)
+
+
+@pytest.mark.parametrize("template", ["{{ bos_token }}", "<s>", ""])
+@pytest.mark.parametrize("add_bos", [True, False])
+def test_a_conversation_has_one_bos_whoever_puts_it_there(tmp_path: Path, template: str, add_bos: bool) -> None:
+    """And a completion has the one that the model declares, or that its text brings."""
+    path = tmp_path / "m.gguf"
+    messages = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    metadata = {"tokenizer.chat_template": template + messages}
+    write_tiny_gguf(path, with_changes(add_bos=add_bos), metadata=metadata)
+    model = load_model(load_settings("router", {}, model=str(path)))
+    hello = TINY_TOKENS.index("hello")
+
+    async def tokens_of(conversation: list[dict[str, Any]]) -> list[int]:
+        return await model.encode(await model.render(conversation, True), True)
+
+    assert asyncio.run(tokens_of([{"role": "user", "content": "hello"}])) == ([1, hello] if template or add_bos else [hello])
+    for text in ("hello", "<s>hello"):
+        assert model.tokenizer.encode(text) == ([1, hello] if add_bos or text.startswith("<s>") else [hello])
