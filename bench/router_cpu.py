@@ -83,8 +83,9 @@ class StubDecode:
             for index in range(running[0][1].sampling.max_tokens):
                 time.sleep(max(0.0, next_s - time.monotonic()))
                 next_s += self.step_s
-                for number, (router, request) in enumerate(running):
-                    self.rpc.send(router, self._output(request, number, index))
+                with self.rpc.batch():
+                    for number, (router, request) in enumerate(running):
+                        self.rpc.send(router, self._output(request, number, index))
 
     def _output(self, request: DecodeRequest, number: int, index: int) -> RequestOutput:
         token_id = self._token_ids[(index + 37 * number) % len(self._token_ids)]

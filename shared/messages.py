@@ -1,11 +1,13 @@
 """Messages between the router and the workers: JSON, one pydantic model each, discriminated by `kind`, versioned as a whole.
 
-Transport: a DEALER socket at the router, a ROUTER socket at the worker, one message = one frame. KV transfer has its own
-protocol (shared/transport). Nothing here is ever evaluated; unknown kinds and fields are refused with ProtocolError.
+Transport: a DEALER socket at the router, a ROUTER socket at the worker. A frame from the router is one message; a frame from a worker
+is a list of them, in the order in which they were sent, so that the tokens of one step cost the router one frame. KV transfer has its
+own protocol (shared/transport). Nothing here is ever evaluated; unknown kinds and fields are refused with ProtocolError.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -13,13 +15,15 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from shared.errors import ProtocolError
 from shared.sampling_params import BeamSearchParams, SamplingParams
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
+MAX_BATCH_BYTES: Final = 1 << 20
+"""A worker's frame takes no further message when it has this many."""
 FinishReason = Literal["stop", "length"]
 
 
 class Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
-    version: Literal[1] = PROTOCOL_VERSION
+    version: Literal[2] = PROTOCOL_VERSION
 
 
 class KVPeer(BaseModel):
@@ -155,11 +159,30 @@ RouterMessage = PrefillRequest | DecodeRequest | AbortRequest
 WorkerMessage = RequestOutput | PromptLogprobs | WorkerTiming | RequestFailed | Ping
 
 _router_messages: TypeAdapter[RouterMessage] = TypeAdapter(Annotated[RouterMessage, Field(discriminator="kind")])
-_worker_messages: TypeAdapter[WorkerMessage] = TypeAdapter(Annotated[WorkerMessage, Field(discriminator="kind")])
+_worker_messages: TypeAdapter[list[WorkerMessage]] = TypeAdapter(list[Annotated[WorkerMessage, Field(discriminator="kind")]])
 
 
-def encode(message: Message) -> bytes:
+def encode(message: RouterMessage) -> bytes:
     return message.model_dump_json().encode()
+
+
+def encode_batch(messages: Iterable[WorkerMessage]) -> list[bytes]:
+    """In as few frames as hold them."""
+    frames: list[bytes] = []
+    parts: list[bytes] = []
+    size_bytes = 0
+    for message in messages:
+        part = message.model_dump_json().encode()
+        if size_bytes + len(part) > MAX_BATCH_BYTES and parts:
+            frames.append(_as_list(parts))
+            parts, size_bytes = [], 0
+        parts.append(part)
+        size_bytes += len(part)
+    return [*frames, _as_list(parts)] if parts else frames
+
+
+def _as_list(parts: list[bytes]) -> bytes:
+    return b"[" + b",".join(parts) + b"]"
 
 
 def decode_router_message(frame: bytes) -> RouterMessage:
@@ -170,8 +193,8 @@ def decode_router_message(frame: bytes) -> RouterMessage:
         raise ProtocolError(f"invalid message from a router: {error.errors()[0]['msg']}") from error
 
 
-def decode_worker_message(frame: bytes) -> WorkerMessage:
-    """Raises ProtocolError on anything that is not a valid message of this version."""
+def decode_batch(frame: bytes) -> list[WorkerMessage]:
+    """Raises ProtocolError on anything that is not a list of valid messages of this version."""
     try:
         return _worker_messages.validate_json(frame)
     except ValidationError as error:

@@ -323,13 +323,14 @@ class DecodeWorker(WorkerLoop):
             if not isinstance(error, InvalidRequestError):
                 logger.exception("sampling a batch failed")
             tokens = [self._sample_alone(logits[index : index + 1], row) for index, row in enumerate(rows)]
-        for sequence, token in zip(sequences, tokens, strict=True):
-            if isinstance(token, InvalidRequestError):
-                self._refuse_grammar(sequence.job, token.message)
-            elif isinstance(token, Exception):
-                self._end(sequence.job.request.request_id, f"sampling failed: {token}", "internal")
-            elif sequence.request.request_id in self._sequences:  # a failed sibling takes it along
-                self._emit(sequence, token)
+        with self.rpc.batch():
+            for sequence, token in zip(sequences, tokens, strict=True):
+                if isinstance(token, InvalidRequestError):
+                    self._refuse_grammar(sequence.job, token.message)
+                elif isinstance(token, Exception):
+                    self._end(sequence.job.request.request_id, f"sampling failed: {token}", "internal")
+                elif sequence.request.request_id in self._sequences:  # a failed sibling takes it along
+                    self._emit(sequence, token)
 
     def _settle_late(self, sequences: list[DecodeSequence], hidden: torch.Tensor) -> None:
         """Those whose grammar is not ready wait beside the loop, with their hidden state; a request whose grammar cannot be used ends."""
@@ -435,8 +436,9 @@ class DecodeWorker(WorkerLoop):
             self._end(job.request.request_id, f"beam search failed: {error}", "internal")
             return
         if hypotheses is not None:
-            for rank, hypothesis in enumerate(hypotheses):
-                self._send_hypothesis(job, rank, hypothesis)
+            with self.rpc.batch():
+                for rank, hypothesis in enumerate(hypotheses):
+                    self._send_hypothesis(job, rank, hypothesis)
             self._end(job.request.request_id, None)
 
     def _send_hypothesis(self, job: DecodeJob, rank: int, hypothesis: Hypothesis) -> None:

@@ -16,7 +16,7 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from shared.errors import ProtocolError
-from shared.messages import Message, Ping, WorkerMessage, WorkerTiming, decode_worker_message, encode
+from shared.messages import Ping, RouterMessage, WorkerMessage, WorkerTiming, decode_batch, encode
 
 _logger = logging.getLogger(__name__)
 _HEARTBEAT_INTERVAL_MS = 1000
@@ -81,7 +81,7 @@ class WorkerClient:
     def unregister(self, request_id: str) -> None:
         self._handlers.pop(request_id, None)
 
-    def send(self, message: Message) -> bool:
+    def send(self, message: RouterMessage) -> bool:
         """Hand `message` to the socket without waiting. False: the worker is gone or takes nothing in."""
         if self._is_closed:
             return False
@@ -129,18 +129,19 @@ class WorkerClient:
 
     def _take(self, frame: bytes) -> None:
         try:
-            message = decode_worker_message(frame)
+            messages = decode_batch(frame)
         except ProtocolError as error:
             self.num_invalid_messages += 1
             if self.num_invalid_messages == 1:
                 _logger.warning("worker %s sent a message that cannot be read: %s", self._worker_id, error)
             return
-        if isinstance(message, Ping):
-            return
-        if isinstance(message, WorkerTiming):
-            # Often the last message about a request, after the one that ended it: nobody need be waiting for it.
-            self._on_timing(message)
-        # Messages about requests that have ended are expected: the abort and they crossed.
-        handler = self._handlers.get(message.request_id)
-        if handler is not None:
-            handler(message)
+        for message in messages:
+            if isinstance(message, Ping):
+                continue
+            if isinstance(message, WorkerTiming):
+                # Often the last message about a request, after the one that ended it: nobody need be waiting for it.
+                self._on_timing(message)
+            # Messages about requests that have ended are expected: the abort and they crossed.
+            handler = self._handlers.get(message.request_id)
+            if handler is not None:
+                handler(message)

@@ -24,7 +24,7 @@ from shared.messages import (
     RouterMessage,
     TokenLogprobs,
     decode_router_message,
-    encode,
+    encode_batch,
 )
 
 EOS = 2
@@ -218,4 +218,5 @@ class StubWorker:
         )  # fmt: skip
 
     def _send(self, identity: bytes, message: Message) -> None:
-        self._socket.send_multipart([identity, encode(message)])
+        for frame in encode_batch([message]):
+            self._socket.send_multipart([identity, frame])
