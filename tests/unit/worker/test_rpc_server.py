@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import queue
 import threading
 from collections.abc import Iterator
@@ -160,3 +161,24 @@ def test_a_large_batch_is_cut_into_frames_that_a_router_takes() -> None:
 def test_a_frame_that_is_no_list_of_messages_of_this_version_is_refused(frame: bytes) -> None:
     with pytest.raises(ProtocolError):
         decode_batch(frame)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"token_id": "7"},
+        {"index": 0.5},
+        {"index": None},
+        {"finish_reason": "tired"},
+        {"logprobs": {}},
+        {"x": 1},
+        {"version": 1},
+        {"kind": "token"},
+    ],
+    ids=str,
+)
+def test_an_output_with_a_wrong_field_is_refused(wrong: dict[str, object]) -> None:
+    right = {"kind": "output", "version": 2, "request_id": "a", "token_id": 7, "index": 0}
+    assert decode_batch(json.dumps([right]).encode()) == [RequestOutput(request_id="a", token_id=7, index=0)]
+    with pytest.raises(ProtocolError):
+        decode_batch(json.dumps([right | wrong]).encode())
