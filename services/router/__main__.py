@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 
 import uvicorn
-import zmq.asyncio
+import zmq
 
 from services.router.app import RouterParts, create_app
 from services.router.dispatcher import Dispatcher
@@ -64,7 +64,7 @@ def build_parts(settings: Settings, model: ServedModel) -> RouterParts:
     """The objects of one router. Nothing connects before `start`."""
     tracer = setup_tracing("pagewire-router")
     client = make_async_client(settings.redis_url)
-    context = zmq.asyncio.Context()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dtype = None if settings.dtype == "auto" else settings.dtype
     expected = Compatibility(model.fingerprint, settings.block_size, dtype)
     roles: tuple[WorkerRole, ...] = ("decode",) if settings.aggregated else ("prefill", "decode")
