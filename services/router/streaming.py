@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -160,7 +159,7 @@ class GenerationResponse(Response):
                 self._observation.token(index)
         chosen = self._choose(collected)
         if not self._options.return_logprobs:
-            collected = [[dataclasses.replace(piece, logprobs=None) for piece in pieces_of_one] for pieces_of_one in collected]
+            collected = [[piece._replace(logprobs=None) for piece in pieces_of_one] for pieces_of_one in collected]
         prefixes = [self._prompt_of[index].prefix for index in chosen]
         answer = self._format.whole([collected[index] for index in chosen], prefixes, self._usage())
         if self._options.return_token_ids:
@@ -196,13 +195,11 @@ class GenerationResponse(Response):
         if with_prompt:
             choice["prompt_token_ids"] = self._prompt_of[index].engine_request.prompt.token_ids
 
-    async def _pieces(self) -> AsyncGenerator[tuple[int, TokenPiece], None]:
+    def _pieces(self) -> AsyncGenerator[tuple[int, TokenPiece], None]:
         """The pieces of all sequences as they come, each with the number of its sequence."""
-        if len(self._prompts) == 1:
-            async with aclosing(self._run(0)) as pieces:
-                async for index, piece in pieces:
-                    yield index, piece
-            return
+        return self._run(0) if len(self._prompts) == 1 else self._merged()
+
+    async def _merged(self) -> AsyncGenerator[tuple[int, TokenPiece], None]:
         merged: asyncio.Queue[tuple[int, TokenPiece] | BaseException | None] = asyncio.Queue(_MERGE_QUEUE_LENGTH)
         tasks = [asyncio.create_task(self._forward(number, merged)) for number in range(len(self._prompts))]
         try:
