@@ -61,7 +61,8 @@ class CompletionFormat:
 
     def chunk(self, index: int, piece: TokenPiece, is_first: bool, prefix: str) -> Json:
         text = prefix + piece.text if is_first else piece.text
-        return {**self._head, "choices": [self._choice(index, text, self._logprobs([piece], len(prefix)), piece)]}
+        logprobs = self._logprobs([piece], len(prefix)) if piece.logprobs is not None else None
+        return {**self._head, "choices": [self._choice(index, text, logprobs, piece)]}
 
     def usage_chunk(self, usage: Usage) -> Json:
         return {**self._head, "choices": [], "usage": usage.as_json()}
@@ -150,7 +151,7 @@ class ChatFormat:
         choice = {
             "index": index,
             "delta": {"role": "assistant", **delta} if is_first else delta,
-            "logprobs": self._logprobs([piece]),
+            "logprobs": self._logprobs([piece]) if piece.logprobs is not None else None,
             "finish_reason": finish_reason,
             "stop_reason": piece.stop_reason,
         }

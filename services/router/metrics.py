@@ -109,9 +109,9 @@ class TokenHistogram(Collector):
 
     def collect(self) -> Iterator[Metric]:
         totals = accumulate(self._counts)
-        buckets = [(floatToGoString(bound), total) for bound, total in zip([*self._bounds, inf], totals, strict=True)]
+        names = map(floatToGoString, [*self._bounds, inf])
         family = HistogramMetricFamily(self._name, self._text, labels=["model_name"])
-        family.add_metric([self._model], buckets, self._sum)
+        family.add_metric([self._model], list(zip(names, totals, strict=True)), self._sum)
         yield family
 
 
