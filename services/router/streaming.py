@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import orjson
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from services.router import best_of
 from services.router.answer_format import AnswerFormat, Usage
@@ -134,21 +134,24 @@ class GenerationResponse(Response):
             self._observation.succeed(self._usage(), [self._finish_reasons[index] for index in range(len(self._assemblers))])
 
     async def _stream(self, send: Send) -> None:
-        is_first = [True] * len(self._assemblers)
+        options, has_come = self._options, [False] * len(self._assemblers)
         async with aclosing(self._pieces()) as pieces:
             async for index, piece in pieces:
-                chunk = self._format.chunk(index, piece, is_first[index], self._prompt_of[index].prefix)
-                if self._options.return_token_ids:
-                    self._add_token_ids(chunk["choices"][0], index, [piece], with_prompt=is_first[index])
-                if is_first[index]:
+                is_first = not has_come[index]
+                chunk = self._format.chunk(index, piece, is_first, self._prompt_of[index].prefix)
+                if options.return_token_ids:
+                    self._add_token_ids(chunk["choices"][0], index, [piece], with_prompt=is_first)
+                if is_first:
+                    has_come[index] = True
                     self._add_prompt(chunk, 0, index)
-                is_first[index] = False
-                if self._options.continuous_usage:
+                if options.continuous_usage:
                     chunk["usage"] = self._usage().as_json()
-                await self._send_event(send, b"data: " + orjson.dumps(chunk) + b"\n\n")
+                if not self._has_started:
+                    await self._send_start(send, _SSE_HEADERS)
+                await send(_event(chunk))
                 self._observation.token(index)
-        if self._options.include_usage:
-            await self._send_event(send, b"data: " + orjson.dumps(self._format.usage_chunk(self._usage())) + b"\n\n")
+        if options.include_usage:
+            await send(_event(self._format.usage_chunk(self._usage())))
         await send({"type": "http.response.body", "body": _DONE, "more_body": False})
 
     async def _send_whole(self, send: Send) -> None:
@@ -253,16 +256,15 @@ class GenerationResponse(Response):
         raw_headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in merged.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw_headers})
 
-    async def _send_event(self, send: Send, event: bytes) -> None:
-        if not self._has_started:
-            await self._send_start(send, _SSE_HEADERS)
-        await send({"type": "http.response.body", "body": event, "more_body": True})
-
     async def _send_error(self, error: PagewireError, scope: Scope, receive: Receive, send: Send) -> None:
         if self._has_started:
             await send({"type": "http.response.body", "body": error_event(error), "more_body": False})
         else:
             await error_response(error, self._extra_headers)(scope, receive, send)
+
+
+def _event(chunk: Json) -> Message:
+    return {"type": "http.response.body", "body": b"data: " + orjson.dumps(chunk) + b"\n\n", "more_body": True}
 
 
 async def _until_disconnect(receive: Receive) -> None:
