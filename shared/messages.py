@@ -1,25 +1,40 @@
-"""Messages between the router and the workers: JSON, one pydantic model each, discriminated by `kind`, versioned as a whole.
+"""Messages between the router and the workers: JSON, one class each, told apart by `kind`, versioned as a whole.
 
-Transport: a DEALER socket at the router, a ROUTER socket at the worker, one message = one frame. KV transfer has its own
-protocol (shared/transport). Nothing here is ever evaluated; unknown kinds and fields are refused with ProtocolError.
+Transport: a DEALER socket at the router, a ROUTER socket at the worker. A frame from the router is one message; a frame from a worker
+is a list of them, in the order in which they were sent, so that the tokens of one step cost the router one frame. KV transfer has its
+own protocol (shared/transport). Nothing here is ever evaluated; unknown kinds and fields are refused with ProtocolError.
+
+What a router sends is a pydantic model, as its sampling parameters are. What a worker sends is a msgspec struct: there is one for each
+token, and a struct is made, written and read, every type checked, in a fifth of the time. Structs are checked when they are read only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Final, Literal
 
+import msgspec
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from shared.errors import ProtocolError
 from shared.sampling_params import BeamSearchParams, SamplingParams
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
+MAX_BATCH_BYTES: Final = 1 << 20
+"""A worker's frame takes no further message when it has this many."""
 FinishReason = Literal["stop", "length"]
 
 
-class Message(BaseModel):
+FailureType = Literal["invalid_request", "overloaded", "unavailable", "deadline", "transfer", "internal"]
+
+
+class _FromRouter(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
-    version: Literal[1] = PROTOCOL_VERSION
+    version: Literal[2] = PROTOCOL_VERSION
+
+
+class _FromWorker(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
+    version: Literal[2] = PROTOCOL_VERSION
 
 
 class KVPeer(BaseModel):
@@ -31,7 +46,7 @@ class KVPeer(BaseModel):
     incarnation: int
 
 
-class PrefillRequest(Message):
+class PrefillRequest(_FromRouter):
     """Router -> prefill: compute the KV of `token_ids` and send it to `decode` as transfer `transfer_id`."""
 
     kind: Literal["prefill"] = "prefill"
@@ -49,7 +64,7 @@ class PrefillRequest(Message):
     traceparent: str = ""
 
 
-class DecodeRequest(Message):
+class DecodeRequest(_FromRouter):
     """Router -> decode: reserve blocks for `token_ids`, take their KV as `transfer_id` (None: compute it here), then generate."""
 
     kind: Literal["decode"] = "decode"
@@ -67,7 +82,7 @@ class DecodeRequest(Message):
     traceparent: str = ""
 
 
-class AbortRequest(Message):
+class AbortRequest(_FromRouter):
     """Router -> either worker: forget this request and give its blocks back. Idempotent; unknown ids are ignored."""
 
     kind: Literal["abort"] = "abort"
@@ -77,10 +92,9 @@ class AbortRequest(Message):
     """Only this sequence (decode); the others go on."""
 
 
-class TokenLogprobs(BaseModel):
+class TokenLogprobs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Raw log-softmax (fp32, before penalties and temperature) at one position."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     logprob: float
     rank: int
     """1 = the most likely token."""
@@ -88,21 +102,19 @@ class TokenLogprobs(BaseModel):
     top_logprobs: tuple[float, ...]
 
 
-class PromptLogprobs(Message):
+class PromptLogprobs(_FromWorker, kw_only=True, frozen=True, tag="prompt_logprobs"):
     """The worker that computes a prompt -> router: what it found at some positions of it. Parts come in any order, and again when the
     prompt is computed again; those of the worker that decodes come before its first token."""
 
-    kind: Literal["prompt_logprobs"] = "prompt_logprobs"
     request_id: str
-    first_position: int = Field(ge=1)
+    first_position: Annotated[int, msgspec.Meta(ge=1)]
     """Position of the first entry's token in the prompt; the rest are consecutive. Token 0 has nothing before it, so no entry."""
     entries: tuple[TokenLogprobs, ...]
 
 
-class RequestOutput(Message):
+class RequestOutput(_FromWorker, kw_only=True, frozen=True, tag="output"):
     """Decode -> router: one generated token, or the end of its sequence (`finish_reason` set; the final token is included)."""
 
-    kind: Literal["output"] = "output"
     request_id: str
     sequence_index: int = 0
     """Below the request's num_sequences."""
@@ -119,10 +131,9 @@ class RequestOutput(Message):
     num_preemptions: int = 0
 
 
-class WorkerTiming(Message):
+class WorkerTiming(_FromWorker, kw_only=True, frozen=True, tag="timing"):
     """Either worker -> router: what one phase of one request took, for /metrics and the waterfall (milliseconds)."""
 
-    kind: Literal["timing"] = "timing"
     request_id: str
     phase: Literal["prefill", "decode"]
     queue_ms: float
@@ -132,34 +143,51 @@ class WorkerTiming(Message):
     num_steps: int
 
 
-class RequestFailed(Message):
+class RequestFailed(_FromWorker, kw_only=True, frozen=True, tag="failed"):
     """Either worker -> router: this request will not be completed here. `retryable`: another worker might manage."""
 
-    kind: Literal["failed"] = "failed"
     request_id: str
     message: str
-    error_type: Literal["invalid_request", "overloaded", "unavailable", "deadline", "transfer", "internal"]
+    error_type: FailureType
     retryable: bool
     param: str | None = None
     """The request field at fault, if one is."""
     retry_after_s: float | None = None
 
 
-class Ping(Message):
+class Ping(_FromWorker, kw_only=True, frozen=True, tag="ping"):
     """Either worker -> a router whose requests it holds: are you there? Needs no answer; a router that is gone cannot be reached."""
-
-    kind: Literal["ping"] = "ping"
 
 
 RouterMessage = PrefillRequest | DecodeRequest | AbortRequest
 WorkerMessage = RequestOutput | PromptLogprobs | WorkerTiming | RequestFailed | Ping
 
 _router_messages: TypeAdapter[RouterMessage] = TypeAdapter(Annotated[RouterMessage, Field(discriminator="kind")])
-_worker_messages: TypeAdapter[WorkerMessage] = TypeAdapter(Annotated[WorkerMessage, Field(discriminator="kind")])
+_worker_messages = msgspec.json.Decoder(list[WorkerMessage])
+_worker_encoder = msgspec.json.Encoder()
 
 
-def encode(message: Message) -> bytes:
+def encode(message: RouterMessage) -> bytes:
     return message.model_dump_json().encode()
+
+
+def encode_batch(messages: Iterable[WorkerMessage]) -> list[bytes]:
+    """In as few frames as hold them."""
+    frames: list[bytes] = []
+    parts: list[bytes] = []
+    size_bytes = 0
+    for message in messages:
+        part = _worker_encoder.encode(message)
+        if size_bytes + len(part) > MAX_BATCH_BYTES and parts:
+            frames.append(_as_list(parts))
+            parts, size_bytes = [], 0
+        parts.append(part)
+        size_bytes += len(part)
+    return [*frames, _as_list(parts)] if parts else frames
+
+
+def _as_list(parts: list[bytes]) -> bytes:
+    return b"[" + b",".join(parts) + b"]"
 
 
 def decode_router_message(frame: bytes) -> RouterMessage:
@@ -170,9 +198,9 @@ def decode_router_message(frame: bytes) -> RouterMessage:
         raise ProtocolError(f"invalid message from a router: {error.errors()[0]['msg']}") from error
 
 
-def decode_worker_message(frame: bytes) -> WorkerMessage:
-    """Raises ProtocolError on anything that is not a valid message of this version."""
+def decode_batch(frame: bytes) -> list[WorkerMessage]:
+    """Raises ProtocolError on anything that is not a list of valid messages of this version."""
     try:
-        return _worker_messages.validate_json(frame)
-    except ValidationError as error:
-        raise ProtocolError(f"invalid message from a worker: {error.errors()[0]['msg']}") from error
+        return _worker_messages.decode(frame)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"invalid message from a worker: {error}") from error

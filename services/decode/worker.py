@@ -33,7 +33,16 @@ from shared.engine.sampler import SampledToken, SamplingRow, sample
 from shared.engine.structured_output import MASK_GRACE_S, Grammars, wait_until_ready
 from shared.engine.worker_loop import WorkerLoop, deadline_at, milliseconds
 from shared.errors import InvalidRequestError
-from shared.messages import AbortRequest, DecodeRequest, FinishReason, PrefillRequest, RequestFailed, RequestOutput, WorkerTiming
+from shared.messages import (
+    AbortRequest,
+    DecodeRequest,
+    FailureType,
+    FinishReason,
+    PrefillRequest,
+    RequestFailed,
+    RequestOutput,
+    WorkerTiming,
+)
 from shared.model_files.model_source import ModelSource
 from shared.model_files.weight_reader import PendingWeights
 from shared.request import Request, RequestStatus
@@ -138,9 +147,9 @@ class DecodeWorker(WorkerLoop):
         max_tokens = max(1, min(sampling.max_tokens, self.engine.max_model_len - len(message.token_ids)))
         return BeamSearch(message.beam_search, max_tokens, eos_token_ids, frozenset(sampling.stop_token_ids))
 
-    def _refuse(self, router: bytes, request_id: str, text: str, error_type: str) -> None:
-        failure = {"request_id": request_id, "message": text, "error_type": error_type, "retryable": error_type != "invalid_request"}
-        self.rpc.send(router, RequestFailed.model_validate(failure))
+    def _refuse(self, router: bytes, request_id: str, text: str, error_type: FailureType) -> None:
+        is_retryable = error_type != "invalid_request"
+        self.rpc.send(router, RequestFailed(request_id=request_id, message=text, error_type=error_type, retryable=is_retryable))
 
     def _reserve_from_queue(self) -> None:
         """First come, first served: room for the next newcomer while there is some, and never before those that lost theirs."""
@@ -325,13 +334,14 @@ class DecodeWorker(WorkerLoop):
             if not isinstance(error, InvalidRequestError):
                 logger.exception("sampling a batch failed")
             tokens = [self._sample_alone(logits[index : index + 1], row) for index, row in enumerate(rows)]
-        for sequence, token in zip(sequences, tokens, strict=True):
-            if isinstance(token, InvalidRequestError):
-                self._refuse_grammar(sequence.job, token.message)
-            elif isinstance(token, Exception):
-                self._end(sequence.job.request.request_id, f"sampling failed: {token}", "internal")
-            elif sequence.request.request_id in self._sequences:  # a failed sibling takes it along
-                self._emit(sequence, token)
+        with self.rpc.batch():
+            for sequence, token in zip(sequences, tokens, strict=True):
+                if isinstance(token, InvalidRequestError):
+                    self._refuse_grammar(sequence.job, token.message)
+                elif isinstance(token, Exception):
+                    self._end(sequence.job.request.request_id, f"sampling failed: {token}", "internal")
+                elif sequence.request.request_id in self._sequences:  # a failed sibling takes it along
+                    self._emit(sequence, token)
 
     def _settle_late(self, sequences: list[DecodeSequence], hidden: torch.Tensor) -> None:
         """Those whose grammar is not ready wait beside the loop, with their hidden state; a request whose grammar cannot be used ends."""
@@ -437,8 +447,9 @@ class DecodeWorker(WorkerLoop):
             self._end(job.request.request_id, f"beam search failed: {error}", "internal")
             return
         if hypotheses is not None:
-            for rank, hypothesis in enumerate(hypotheses):
-                self._send_hypothesis(job, rank, hypothesis)
+            with self.rpc.batch():
+                for rank, hypothesis in enumerate(hypotheses):
+                    self._send_hypothesis(job, rank, hypothesis)
             self._end(job.request.request_id, None)
 
     def _send_hypothesis(self, job: DecodeJob, rank: int, hypothesis: Hypothesis) -> None:
@@ -482,7 +493,7 @@ class DecodeWorker(WorkerLoop):
         if job is not None and job.beam_search is None and index in job.sequences and job.num_sent_tokens:
             self._end_sequence(job.sequences[index])
 
-    def _end(self, request_id: str, failure: str | None, error_type: str = "unavailable", param: str | None = None) -> None:
+    def _end(self, request_id: str, failure: str | None, error_type: FailureType = "unavailable", param: str | None = None) -> None:
         """Forget a request, wherever it stands, and give its blocks back. `failure` None: it finished. Safe to call again."""
         with self._lock:
             job = self._jobs.pop(request_id, None)
@@ -508,8 +519,9 @@ class DecodeWorker(WorkerLoop):
         if failure is not None:
             if not failure.startswith("aborted"):
                 retryable = error_type == "unavailable" or (error_type == "internal" and job.num_sent_tokens == 0)
-                failed = {"request_id": request_id, "message": failure, "error_type": error_type, "retryable": retryable, "param": param}
-                self.rpc.send(job.router, RequestFailed.model_validate(failed))
+                self.rpc.send(job.router, RequestFailed(
+                    request_id=request_id, message=failure, error_type=error_type, retryable=retryable, param=param
+                ))  # fmt: skip
             return
         self.rpc.send(job.router, WorkerTiming(
             request_id=request_id,

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 
 import uvicorn
-import zmq.asyncio
+import zmq
 
 from services.router.api_keys import load_api_keys
 from services.router.app import RouterParts, create_app
@@ -67,7 +67,7 @@ def build_parts(settings: Settings, model: ServedModel) -> RouterParts:
     api_keys = load_api_keys(settings)
     tracer = setup_tracing("pagewire-router")
     client = make_async_client(settings.redis_url)
-    context = zmq.asyncio.Context()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dtype = None if settings.dtype == "auto" else settings.dtype
     expected = Compatibility(model.fingerprint, settings.block_size, dtype)
     roles: tuple[WorkerRole, ...] = ("decode",) if settings.aggregated else ("prefill", "decode")

@@ -94,7 +94,8 @@ class CompletionFormat(_Chunks):
 
     def chunk(self, index: int, piece: TokenPiece, is_first: bool, prefix: str) -> Json:
         text = prefix + piece.text if is_first else piece.text
-        return {**self._head, "choices": [self._choice(index, text, self._logprobs([piece], len(prefix)), piece)]}
+        logprobs = self._logprobs([piece], len(prefix)) if piece.logprobs is not None else None
+        return {**self._head, "choices": [self._choice(index, text, logprobs, piece)]}
 
     def whole(self, choices: Sequence[Sequence[TokenPiece]], prefixes: Sequence[str], usage: Usage) -> Json:
         bodies = [
@@ -180,7 +181,7 @@ class ChatFormat(_Chunks):
         choice = {
             "index": index,
             "delta": {"role": "assistant", **delta} if is_first else delta,
-            "logprobs": self._logprobs([piece]),
+            "logprobs": self._logprobs([piece]) if piece.logprobs is not None else None,
             "finish_reason": finish_reason,
             "stop_reason": piece.stop_reason,
         }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shared.messages import FinishReason, RequestOutput, TokenLogprobs
 from shared.text.detokenizer import IncrementalDetokenizer
@@ -14,8 +15,7 @@ from shared.text.stop_strings import StopStringMatcher
 from shared.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class TokenPiece:
+class TokenPiece(NamedTuple):
     """What one token adds. `text` may be "" while bytes or a possible stop string are held back; logprobs never are."""
 
     token_id: int | None

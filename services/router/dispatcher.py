@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from opentelemetry.trace import Tracer
 
+from services.router.mailbox import Mailbox
 from services.router.metrics import RouterMetrics
 from services.router.policy import Candidate, RequestFacts, Route, select
 from services.router.prompt_logprobs import PromptLogprobsAssembler
@@ -240,15 +241,17 @@ class Dispatcher:
         self, request: EngineRequest, request_id: str, attempt: int, pair: _Pair, has_ended: Callable[[int], bool]
     ) -> AsyncGenerator[RequestOutput, None]:
         loop = asyncio.get_running_loop()
-        mailbox: asyncio.Queue[Mail] = asyncio.Queue()
-        timer = loop.call_at(request.deadline_s, mailbox.put_nowait, _Deadline())
+        mailbox: Mailbox[Mail] = Mailbox()
+        timer = loop.call_at(request.deadline_s, mailbox.put, _Deadline())
         decode, prefill = pair.decode, pair.prefill
-        decode.client.register(request_id, mailbox.put_nowait)
+        decode.client.register(request_id, mailbox.put)
         if prefill is not None:
             prefill_worker = prefill
             prefill.client.register(request_id, lambda mail: self._note_prefill(prefill_worker, request_id, mail, mailbox))
         self._count_load(request, request_id, pair)
         num_tokens = [0] * request.num_sequences
+        has_first_token = False
+        max_mails = _max_mails(request)
         live = set(range(request.num_sequences))
         is_finished = False
         held: list[RequestOutput] = []  # until the prompt's log-probabilities are complete
@@ -257,26 +260,27 @@ class Dispatcher:
             self._send(request, request_id, attempt, pair)
             while held or live:
                 mail = await mailbox.get()
-                if isinstance(mail, PromptLogprobs):
-                    if request.prompt_logprobs is not None:
-                        request.prompt_logprobs.add(mail)
-                elif isinstance(mail, _PrefillEnded):
-                    has_prefill_ended = True
-                elif isinstance(mail, RequestOutput):
+                if isinstance(mail, RequestOutput):
                     index = mail.sequence_index
                     if index not in live and index < request.num_sequences:
                         continue  # its end here and this token crossed
-                    if index not in live or mail.index != num_tokens[index] or mailbox.qsize() > _max_mails(request):
+                    if index not in live or mail.index != num_tokens[index] or len(mailbox) > max_mails:
                         message = f"decode worker sent token {mail.index} of sequence {index}, which was not due"
                         raise _RetryableFailure(WorkerFailedError(message), decode.holder)
-                    if prefill is not None and not any(num_tokens):
+                    if prefill is not None and not has_first_token:
                         prefill.release(request_id)
+                    has_first_token = True
                     num_tokens[index] += 1
                     if mail.finish_reason is not None:
                         live.remove(index)
                         is_finished = not live
                         self._metrics.preemptions.inc(mail.num_preemptions)
                     held.append(mail)
+                elif isinstance(mail, PromptLogprobs):
+                    if request.prompt_logprobs is not None:
+                        request.prompt_logprobs.add(mail)
+                elif isinstance(mail, _PrefillEnded):
+                    has_prefill_ended = True
                 elif isinstance(mail, RequestFailed):
                     error = _as_error(mail)
                     if mail.retryable:
@@ -285,7 +289,7 @@ class Dispatcher:
                 elif isinstance(mail, WorkerGone):
                     raise _RetryableFailure(WorkerFailedError(mail.reason, retry_after_s=1.0), decode.holder)
                 elif isinstance(mail, _PrefillRefused):
-                    if not any(num_tokens):
+                    if not has_first_token:
                         raise _RetryableFailure(mail.error, pair.prefill_holder)
                 elif isinstance(mail, _Deadline):
                     raise DeadlineExceededError(f"the request did not finish within {self._settings.request_timeout_s:g} s")
@@ -362,17 +366,17 @@ class Dispatcher:
         if not pair.prefill.client.send(prefill_request):
             raise _RetryableFailure(WorkerFailedError("the prefill worker takes no messages"), pair.prefill.holder)
 
-    def _note_prefill(self, worker: Worker, request_id: str, mail: WorkerMessage | WorkerGone, mailbox: asyncio.Queue[Mail]) -> None:
+    def _note_prefill(self, worker: Worker, request_id: str, mail: WorkerMessage | WorkerGone, mailbox: Mailbox[Mail]) -> None:
         """News from prefill. Decode learns of a failed transfer by itself, and what decode says counts; but of a request that prefill
         did not take in at all, decode would hear nothing."""
         if isinstance(mail, PromptLogprobs):
-            mailbox.put_nowait(mail)
+            mailbox.put(mail)
             return
         worker.release(request_id)
         if isinstance(mail, RequestFailed) and mail.error_type in ("overloaded", "unavailable", "invalid_request"):
-            mailbox.put_nowait(_PrefillRefused(_as_error(mail)))
+            mailbox.put(_PrefillRefused(_as_error(mail)))
         else:
-            mailbox.put_nowait(_PrefillEnded())
+            mailbox.put(_PrefillEnded())
 
 
 def _max_mails(request: EngineRequest) -> int:

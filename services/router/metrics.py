@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from math import inf
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from services.router.workers import Worker, WorkerDirectory
 from shared import telemetry
@@ -32,7 +36,8 @@ class RouterMetrics:
             return Counter(name, text, ["model_name"], registry=self.registry).labels(model_name)
 
         self.ttft = histogram(telemetry.METRIC_TTFT, "Request received to first token handed to the socket", telemetry.TTFT_BUCKETS)
-        self.itl = histogram(telemetry.METRIC_ITL, "Gap between two tokens of one choice", telemetry.TPOT_BUCKETS)
+        self.itl = TokenHistogram(telemetry.METRIC_ITL, "Gap between two tokens of one choice", telemetry.TPOT_BUCKETS, model_name)
+        self.registry.register(self.itl)
         self.tpot = histogram(telemetry.METRIC_TPOT, "(duration - TTFT) / (output tokens - 1)", telemetry.TPOT_BUCKETS)
         self.e2e = histogram(telemetry.METRIC_E2E, "Request received to last byte", telemetry.LATENCY_BUCKETS)
         self.queue_time = histogram(telemetry.METRIC_QUEUE_TIME, "Waiting for prefill to begin", telemetry.LATENCY_BUCKETS)
@@ -85,6 +90,29 @@ class RouterMetrics:
 
     def render(self) -> bytes:
         return generate_latest(self.registry)
+
+
+class TokenHistogram(Collector):
+    """A histogram for what is observed at every token, in a tenth of the time: no locks, because one thread observes and renders."""
+
+    def __init__(self, name: str, text: str, buckets: Sequence[float], model_name: str) -> None:
+        self._name = name
+        self._text = text
+        self._bounds = [float(bound) for bound in buckets]
+        self._model = model_name
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterator[Metric]:
+        totals = accumulate(self._counts)
+        names = map(floatToGoString, [*self._bounds, inf])
+        family = HistogramMetricFamily(self._name, self._text, labels=["model_name"])
+        family.add_metric([self._model], list(zip(names, totals, strict=True)), self._sum)
+        yield family
 
 
 class WorkerCollector(Collector):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from shared.messages import PromptLogprobs, TokenLogprobs
 from shared.text.detokenizer import IncrementalDetokenizer
 from shared.text.tokenizer import Tokenizer
@@ -66,5 +68,4 @@ def first_alternatives(entry: TokenLogprobs | None, count: int) -> TokenLogprobs
     """`entry` with no more than `count` of its most likely tokens: two parts of an answer may ask for different numbers."""
     if entry is None or len(entry.top_token_ids) <= count:
         return entry
-    cut = {"top_token_ids": entry.top_token_ids[:count], "top_logprobs": entry.top_logprobs[:count]}
-    return entry.model_copy(update=cut)
+    return msgspec.structs.replace(entry, top_token_ids=entry.top_token_ids[:count], top_logprobs=entry.top_logprobs[:count])

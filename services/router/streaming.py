@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -134,20 +133,23 @@ class GenerationResponse(Response):
             self._observation.succeed(self._usage(), [self._finish_reasons[index] for index in range(len(self._assemblers))])
 
     async def _stream(self, send: Send) -> None:
-        is_first = [True] * len(self._assemblers)
+        options, has_come = self._options, [False] * len(self._assemblers)
         async with aclosing(self._pieces()) as pieces:
             async for index, piece in pieces:
-                chunk = self._format.chunk(index, piece, is_first[index], self._prompt_of[index].prefix)
-                if self._options.return_token_ids:
-                    self._add_token_ids(chunk["choices"][0], index, [piece], with_prompt=is_first[index])
-                if is_first[index]:
+                is_first = not has_come[index]
+                chunk = self._format.chunk(index, piece, is_first, self._prompt_of[index].prefix)
+                if options.return_token_ids:
+                    self._add_token_ids(chunk["choices"][0], index, [piece], with_prompt=is_first)
+                if is_first:
+                    has_come[index] = True
                     self._add_prompt(chunk, 0, index)
-                is_first[index] = False
-                if self._options.continuous_usage:
+                if options.continuous_usage:
                     chunk["usage"] = self._usage().as_json()
-                await self._send_event(send, self._format.event(chunk))
+                if not self._has_started:
+                    await self._send_start(send, _SSE_HEADERS)
+                await send({"type": "http.response.body", "body": self._format.event(chunk), "more_body": True})
                 self._observation.token(index)
-        closing = self._format.closing(self._usage(), self._options.include_usage)
+        closing = self._format.closing(self._usage(), options.include_usage)
         await send({"type": "http.response.body", "body": closing, "more_body": False})
 
     async def _send_whole(self, send: Send) -> None:
@@ -158,7 +160,7 @@ class GenerationResponse(Response):
                 self._observation.token(index)
         chosen = self._choose(collected)
         if not self._options.return_logprobs:
-            collected = [[dataclasses.replace(piece, logprobs=None) for piece in pieces_of_one] for pieces_of_one in collected]
+            collected = [[piece._replace(logprobs=None) for piece in pieces_of_one] for pieces_of_one in collected]
         prefixes = [self._prompt_of[index].prefix for index in chosen]
         answer = self._format.whole([collected[index] for index in chosen], prefixes, self._usage())
         if self._options.return_token_ids:
@@ -194,13 +196,11 @@ class GenerationResponse(Response):
         if with_prompt:
             choice["prompt_token_ids"] = self._prompt_of[index].engine_request.prompt.token_ids
 
-    async def _pieces(self) -> AsyncGenerator[tuple[int, TokenPiece], None]:
+    def _pieces(self) -> AsyncGenerator[tuple[int, TokenPiece], None]:
         """The pieces of all sequences as they come, each with the number of its sequence."""
-        if len(self._prompts) == 1:
-            async with aclosing(self._run(0)) as pieces:
-                async for index, piece in pieces:
-                    yield index, piece
-            return
+        return self._run(0) if len(self._prompts) == 1 else self._merged()
+
+    async def _merged(self) -> AsyncGenerator[tuple[int, TokenPiece], None]:
         merged: asyncio.Queue[tuple[int, TokenPiece] | BaseException | None] = asyncio.Queue(_MERGE_QUEUE_LENGTH)
         tasks = [asyncio.create_task(self._forward(number, merged)) for number in range(len(self._prompts))]
         try:
@@ -253,11 +253,6 @@ class GenerationResponse(Response):
         merged = {**self._extra_headers, **headers}
         raw_headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in merged.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw_headers})
-
-    async def _send_event(self, send: Send, event: bytes) -> None:
-        if not self._has_started:
-            await self._send_start(send, _SSE_HEADERS)
-        await send({"type": "http.response.body", "body": event, "more_body": True})
 
     async def _send_error(self, error: PagewireError, scope: Scope, receive: Receive, send: Send) -> None:
         if self._has_started:

@@ -5,25 +5,22 @@ The monitor makes the death of a worker's process known within milliseconds; a w
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import zmq
-import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
+from services.router.frame_reader import FrameReader
 from shared.errors import ProtocolError
-from shared.messages import Message, Ping, WorkerMessage, WorkerTiming, decode_worker_message, encode
+from shared.messages import Ping, RouterMessage, WorkerMessage, WorkerTiming, decode_batch, encode
 
 _logger = logging.getLogger(__name__)
 _HEARTBEAT_INTERVAL_MS = 1000
 _HEARTBEAT_TIMEOUT_MS = 5000
 _MAX_MESSAGE_BYTES = 4 << 20
 _SEND_QUEUE_LENGTH = 1000
-_BURST = 64
 
 
 class WorkerGone(NamedTuple):
@@ -40,7 +37,7 @@ class WorkerClient:
 
     def __init__(
         self,
-        context: zmq.asyncio.Context,
+        context: zmq.Context[zmq.Socket[bytes]],
         worker_id: str,
         endpoint: str,
         on_disconnect: Callable[[], None],
@@ -64,15 +61,15 @@ class WorkerClient:
         ):
             self._socket.setsockopt(option, value)
         self._handlers: dict[str, Handler] = {}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._readers: list[FrameReader] = []
         self._is_closed = False
         self.is_connected = False
         self.num_invalid_messages = 0
 
     def start(self) -> None:
-        monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self._socket.connect(self._endpoint)
-        self._tasks = [asyncio.create_task(self._watch(monitor)), asyncio.create_task(self._receive())]
+        self._readers = [FrameReader(self._socket, self._take), FrameReader(self._monitor, self._note_event)]
 
     def register(self, request_id: str, handler: Handler) -> None:
         """`handler` gets every message about `request_id`, on the event loop, until `unregister`. It must not block or raise."""
@@ -81,13 +78,17 @@ class WorkerClient:
     def unregister(self, request_id: str) -> None:
         self._handlers.pop(request_id, None)
 
-    def send(self, message: Message) -> bool:
+    def send(self, message: RouterMessage) -> bool:
         """Hand `message` to the socket without waiting. False: the worker is gone or takes nothing in."""
         if self._is_closed:
             return False
-        # With NOBLOCK the future is done on return: nothing here can be cancelled half-way.
-        sent = cast("asyncio.Future[object]", self._socket.send(encode(message), flags=zmq.NOBLOCK))
-        return sent.done() and sent.exception() is None
+        try:
+            self._socket.send(encode(message), zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        finally:
+            self._readers[0].read_soon()
+        return True
 
     def close(self, reason: str) -> None:
         """Tell every request that the worker is gone, and drop what is queued for it."""
@@ -95,52 +96,39 @@ class WorkerClient:
             return
         self._is_closed = True
         self.is_connected = False
-        current = asyncio.current_task()
-        for task in self._tasks:
-            if task is not current:
-                task.cancel()
+        for reader in self._readers:
+            reader.close()
         self._socket.disable_monitor()
+        self._monitor.close(linger=0)
         self._socket.close(linger=0)
         handlers, self._handlers = self._handlers, {}
         for handler in handlers.values():
             handler(WorkerGone(reason))
 
-    async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
-        while not self._is_closed:
-            event = parse_monitor_message(await monitor.recv_multipart())["event"]
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self.is_connected = True
-            elif event == zmq.EVENT_DISCONNECTED and self.is_connected:
-                self._on_disconnect()
-                return
+    def _note_event(self, frames: list[bytes]) -> None:
+        event = parse_monitor_message(frames)["event"]
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self.is_connected = True
+        elif event == zmq.EVENT_DISCONNECTED and self.is_connected:
+            self._on_disconnect()
 
-    async def _receive(self) -> None:
-        # What has already arrived is read without a future for each message: a token a message makes that worth while.
-        waiting: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
-        while not self._is_closed:
-            self._take(await self._socket.recv())
-            with contextlib.suppress(zmq.Again):
-                for _ in range(_BURST):
-                    if self._is_closed:
-                        return
-                    self._take(waiting.recv(zmq.NOBLOCK))
-            # A socket that always has a message would never suspend this task.
-            await asyncio.sleep(0)
-
-    def _take(self, frame: bytes) -> None:
+    def _take(self, frames: list[bytes]) -> None:
         try:
-            message = decode_worker_message(frame)
+            if len(frames) != 1:
+                raise ProtocolError(f"expected one frame, got {len(frames)}")
+            messages = decode_batch(frames[0])
         except ProtocolError as error:
             self.num_invalid_messages += 1
             if self.num_invalid_messages == 1:
                 _logger.warning("worker %s sent a message that cannot be read: %s", self._worker_id, error)
             return
-        if isinstance(message, Ping):
-            return
-        if isinstance(message, WorkerTiming):
-            # Often the last message about a request, after the one that ended it: nobody need be waiting for it.
-            self._on_timing(message)
-        # Messages about requests that have ended are expected: the abort and they crossed.
-        handler = self._handlers.get(message.request_id)
-        if handler is not None:
-            handler(message)
+        for message in messages:
+            if isinstance(message, Ping):
+                continue
+            if isinstance(message, WorkerTiming):
+                # Often the last message about a request, after the one that ended it: nobody need be waiting for it.
+                self._on_timing(message)
+            # Messages about requests that have ended are expected: the abort and they crossed.
+            handler = self._handlers.get(message.request_id)
+            if handler is not None:
+                handler(message)

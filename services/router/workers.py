@@ -14,7 +14,7 @@ from typing import Literal
 
 import redis
 import redis.asyncio
-import zmq.asyncio
+import zmq
 
 from services.router.policy import Candidate
 from services.router.worker_client import WorkerClient
@@ -84,7 +84,7 @@ class WorkerDirectory:
     def __init__(
         self,
         client: redis.asyncio.Redis,
-        context: zmq.asyncio.Context,
+        context: zmq.Context[zmq.Socket[bytes]],
         clock: Clock,
         namespace: str,
         lease_s: float,

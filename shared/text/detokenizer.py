@@ -31,6 +31,7 @@ class IncrementalDetokenizer:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids - shown if skip_special_tokens else frozenset()
         self._utf8 = _new_utf8_decoder("replace")
+        self._holds_bytes = False
         self._at_start = tokenizer.strips_leading_space and not continues_text
 
     def skips(self, token_id: int) -> bool:
@@ -41,10 +42,16 @@ class IncrementalDetokenizer:
         """Text that became complete with this token: often all of it, "" in the middle of a character."""
         if self.skips(token_id):
             return ""
-        return self._from_start(self._utf8.decode(self._tokenizer.token_bytes(token_id)))
+        # Nearly every token is whole characters after whole characters.
+        text = None if self._holds_bytes else self._tokenizer.whole_text(token_id)
+        if text is None:
+            text = self._utf8.decode(self._tokenizer.token_bytes(token_id))
+            self._holds_bytes = bool(self._utf8.getstate()[0])
+        return self._from_start(text) if self._at_start else text
 
     def flush(self) -> str:
         """What was held back: "" or one U+FFFD. The detokenizer then starts anew, in the middle of a text."""
+        self._holds_bytes = False
         return self._from_start(self._utf8.decode(b"", final=True))
 
     def _from_start(self, text: str) -> str:

@@ -65,6 +65,7 @@ class Tokenizer:
         self._added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in self._added.items() if token.special)
         self._bytes_of_id: dict[int, bytes] = {}
+        self._whole_texts: dict[int, str | None] = {}
 
     @cached_property
     def vocab_size(self) -> int:
@@ -100,6 +101,16 @@ class Tokenizer:
             token = self._backend.id_to_token(token_id) if token_id >= 0 else None
             cached = self._bytes_of_id[token_id] = b"" if token is None else self._bytes_of(token_id, token)
         return cached
+
+    def whole_text(self, token_id: int) -> str | None:
+        """The token's bytes as text; None if they are not valid UTF-8 on their own."""
+        if token_id not in self._whole_texts:
+            raw = self.token_bytes(token_id)
+            try:
+                self._whole_texts[token_id] = raw.decode()
+            except UnicodeDecodeError:
+                self._whole_texts[token_id] = None
+        return self._whole_texts[token_id]
 
     def _bytes_of(self, token_id: int, token: str) -> bytes:
         if token_id in self._added:

@@ -7,12 +7,12 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import zmq
 
 from shared.errors import ConfigurationError, ProtocolError
-from shared.messages import Message, Ping, RouterMessage, decode_router_message, encode
+from shared.messages import Ping, RouterMessage, WorkerMessage, decode_router_message, encode_batch
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +21,12 @@ MAX_BURST_MESSAGES = 256
 PING_INTERVAL_S = 0.5
 SEND_QUEUE_MESSAGES = 100_000
 """Outgoing messages kept for a router that does not read; more are dropped, and its requests end by deadline."""
+
+
+class _Held(threading.local):
+    """What this thread sends inside of a `batch`; None outside."""
+
+    messages: dict[bytes, list[WorkerMessage]] | None = None
 
 
 class RpcServer:
@@ -54,6 +60,7 @@ class RpcServer:
         except zmq.ZMQError as error:
             raise ConfigurationError(f"cannot listen on {bind_host}: {error}; set PAGEWIRE_BIND_HOST to an address of this host") from error
         self.endpoint = f"tcp://{advertise_host}:{port}"
+        self._held = _Held()
         self._outgoing: queue.SimpleQueue[tuple[bytes, bytes]] = queue.SimpleQueue()
         self._wake_lock = threading.Lock()
         wake_address = f"inproc://rpc-wake-{id(self)}"
@@ -68,10 +75,31 @@ class RpcServer:
     def start(self) -> None:
         self._thread.start()
 
-    def send(self, router: bytes, message: Message) -> None:
+    def send(self, router: bytes, message: WorkerMessage) -> None:
         """Queue `message` for a router; never blocks, from any thread. A router that is gone is ignored."""
-        self._outgoing.put((router, encode(message)))
-        self._wake()
+        if self._held.messages is not None:
+            self._held.messages.setdefault(router, []).append(message)
+        else:
+            self._queue(router, [message])
+            self._wake()
+
+    @contextlib.contextmanager
+    def batch(self) -> Iterator[None]:
+        """What the calling thread sends inside leaves together at the end: one frame for each router. Inside, wait for nothing."""
+        held: dict[bytes, list[WorkerMessage]] = {}
+        self._held.messages = held
+        try:
+            yield
+        finally:
+            self._held.messages = None
+            for router, messages in held.items():
+                self._queue(router, messages)
+            if held:
+                self._wake()
+
+    def _queue(self, router: bytes, messages: list[WorkerMessage]) -> None:
+        for frame in encode_batch(messages):
+            self._outgoing.put((router, frame))
 
     def _wake(self) -> None:
         with self._wake_lock, contextlib.suppress(zmq.ZMQError):
@@ -95,7 +123,7 @@ class RpcServer:
             if time.monotonic() >= ping_at_s:
                 ping_at_s = time.monotonic() + PING_INTERVAL_S
                 for router in self._routers_in_use():
-                    self._outgoing.put((router, encode(Ping())))
+                    self._queue(router, [Ping()])
             if self._wake_receiver in ready:
                 with contextlib.suppress(zmq.Again):
                     while True:

@@ -29,7 +29,7 @@ from services.router.served_model import ServedModel
 from shared.block_hash import hash_full_blocks, root_hash
 from shared.config import load_settings
 from shared.membership import blocks_key, worker_key
-from shared.messages import AbortRequest, DecodeRequest, Message, PrefillRequest, RequestFailed, WorkerTiming
+from shared.messages import AbortRequest, DecodeRequest, PrefillRequest, RequestFailed, WorkerMessage, WorkerTiming
 from shared.sampling_params import BeamSearchParams
 from shared.telemetry import setup_tracing
 
@@ -904,7 +904,7 @@ def test_nothing_behind_a_stop_string_is_shown_where_tokens_waited_for_the_promp
     assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["stop"]
 
 
-def half(request: DecodeRequest | PrefillRequest) -> list[Message]:
+def half(request: DecodeRequest | PrefillRequest) -> list[WorkerMessage]:
     return prompt_parts(request)[:2]
 
 
@@ -942,7 +942,7 @@ def test_death_of_prefill_before_all_parts_came_is_made_good(bare: Stack) -> Non
 
 
 def test_decode_that_computes_the_prompt_after_all_sends_the_parts(bare: Stack) -> None:
-    def failed(request: DecodeRequest | PrefillRequest) -> list[Message]:
+    def failed(request: DecodeRequest | PrefillRequest) -> list[WorkerMessage]:
         return [*half(request), RequestFailed(request_id=request.request_id, message="lost", error_type="transfer", retryable=True)]
 
     bare.join("prefill", "p", Script(about_prompt=failed))

@@ -10,7 +10,7 @@ from opentelemetry.trace import NoOpTracer
 
 from services.decode.worker import DecodeWorker
 from shared.config import Settings
-from shared.messages import AbortRequest, DecodeRequest, Message, RequestFailed, RequestOutput, WorkerTiming
+from shared.messages import AbortRequest, DecodeRequest, RequestFailed, RequestOutput, WorkerMessage, WorkerTiming
 from shared.model_files.model_source import ModelSource
 from shared.sampling_params import SamplingParams
 
@@ -21,7 +21,7 @@ class DecodeHarness:
     def __init__(self, source: ModelSource, **settings: Any) -> None:
         defaults = {"num_blocks": 64, "block_size": 4, "max_num_batched_tokens": 64, "debug": True, "num_threads": 1, "max_step_ms": 1e6}
         self.worker = DecodeWorker(source, Settings(**{**defaults, **settings}), NoOpTracer())
-        self.sent: list[Message] = []
+        self.sent: list[WorkerMessage] = []
         self.peak_num_used = 0
         self.worker.rpc.send = lambda _router, message: self.sent.append(message)  # type: ignore[method-assign]
 

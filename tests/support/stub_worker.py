@@ -16,15 +16,15 @@ from shared.membership import WorkerRecord, WorkerStats
 from shared.messages import (
     AbortRequest,
     DecodeRequest,
-    Message,
     PrefillRequest,
     PromptLogprobs,
     RequestFailed,
     RequestOutput,
     RouterMessage,
     TokenLogprobs,
+    WorkerMessage,
     decode_router_message,
-    encode,
+    encode_batch,
 )
 
 EOS = 2
@@ -56,14 +56,14 @@ class Script:
     """Tokens of each sequence of a request; without them all say `token_ids`."""
     logprob_of: Mapping[int, float] = field(default_factory=dict)
     """Log-probabilities other than -0.5."""
-    about_prompt: Callable[[DecodeRequest | PrefillRequest], list[Message]] = lambda request: prompt_parts(request)
+    about_prompt: Callable[[DecodeRequest | PrefillRequest], list[WorkerMessage]] = lambda request: prompt_parts(request)
     """Sent when the request asks for the log-probabilities of a prompt that this worker computes."""
     about_prompt_delay_s: float = 0.0
     recomputes: bool = False
     """A decode worker whose transfers all fail."""
 
 
-def prompt_parts(request: DecodeRequest | PrefillRequest, size: int = 4) -> list[Message]:
+def prompt_parts(request: DecodeRequest | PrefillRequest, size: int = 4) -> list[WorkerMessage]:
     """All of them, `size` positions a message: -position, and as many alternatives as were asked for."""
     num_top = num_prompt_logprobs(request) or 0
     top_ids = tuple(range(100, 100 + num_top))
@@ -94,7 +94,7 @@ class StubWorker:
         self.received: list[RouterMessage] = []
         self.stats = WorkerStats(num_running=1, counters={"chunks_sent": 7})
         self._jobs: dict[tuple[str, int], _Job] = {}  # one for each sequence
-        self._later: list[tuple[float, bytes, Message]] = []
+        self._later: list[tuple[float, bytes, WorkerMessage]] = []
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
@@ -134,7 +134,7 @@ class StubWorker:
         self._keeper.close()
         self._thread.join(2)
 
-    def of_kind(self, kind: type[Message]) -> list[Message]:
+    def of_kind(self, kind: type[RouterMessage]) -> list[RouterMessage]:
         return [message for message in self.received if isinstance(message, kind)]
 
     def aborted(self) -> set[str]:
@@ -217,5 +217,6 @@ class StubWorker:
             num_cached_tokens=self.script.num_cached_tokens,
         )  # fmt: skip
 
-    def _send(self, identity: bytes, message: Message) -> None:
-        self._socket.send_multipart([identity, encode(message)])
+    def _send(self, identity: bytes, message: WorkerMessage) -> None:
+        for frame in encode_batch([message]):
+            self._socket.send_multipart([identity, frame])

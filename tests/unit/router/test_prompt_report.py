@@ -51,7 +51,7 @@ def test_one_token_has_nothing_to_wait_for() -> None:
 
 def test_alternatives_are_cut_to_what_was_asked_for() -> None:
     entry = TokenLogprobs(logprob=-3, rank=9, top_token_ids=(1, 2, 3), top_logprobs=(-1, -2, -2.5))
-    assert first_alternatives(entry, 2) == entry.model_copy(update={"top_token_ids": (1, 2), "top_logprobs": (-1, -2)})
+    assert first_alternatives(entry, 2) == TokenLogprobs(logprob=-3, rank=9, top_token_ids=(1, 2), top_logprobs=(-1, -2))
     assert first_alternatives(entry, 3) is entry
     assert first_alternatives(None, 3) is None
 

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import queue
+import threading
 from collections.abc import Iterator
 
 import pytest
 import zmq
 
-from shared.messages import AbortRequest, RequestFailed, RouterMessage, decode_worker_message, encode
+from shared.errors import ProtocolError
+from shared.messages import (
+    MAX_BATCH_BYTES,
+    AbortRequest,
+    Ping,
+    RequestFailed,
+    RequestOutput,
+    RouterMessage,
+    decode_batch,
+    encode,
+    encode_batch,
+)
 from shared.worker.rpc_server import RpcServer
 
 
@@ -43,7 +57,7 @@ def test_messages_reach_the_handler_and_answers_the_router(server: RpcServer, ro
     failure = RequestFailed(request_id="a", message="no", error_type="internal", retryable=False)
     for _ in range(100):
         server.send(identity, failure)
-    assert [decode_worker_message(router.recv()) for _ in range(100)] == [failure] * 100
+    assert [decode_batch(router.recv()) for _ in range(100)] == [[failure]] * 100
 
 
 def test_nonsense_is_counted_and_the_next_message_served(server: RpcServer, router: zmq.Socket[bytes], received: queue.Queue) -> None:  # type: ignore[type-arg]
@@ -103,3 +117,68 @@ def test_the_end_of_a_router_is_told_when_an_answer_cannot_reach_it() -> None:
     else:
         raise AssertionError("nobody was told")
     server.close()
+
+
+def test_what_is_sent_in_a_batch_is_one_frame_for_each_router_in_order(
+    server: RpcServer, router: zmq.Socket[bytes], received: queue.Queue
+) -> None:  # type: ignore[type-arg]
+    router.send(encode(AbortRequest(request_id="a", reason="test")))
+    identity, _ = received.get(timeout=2)
+    outputs = [RequestOutput(request_id="a", token_id=7, index=index) for index in range(3)]
+    with server.batch():
+        for output in outputs:
+            server.send(identity, output)
+        other = threading.Thread(target=server.send, args=(identity, Ping()))
+        other.start()
+        other.join()
+        assert decode_batch(router.recv()) == [Ping()]
+        assert router.poll(50) == 0
+    assert decode_batch(router.recv()) == outputs
+
+
+def test_a_batch_that_fails_has_sent_what_was_sent_before(server: RpcServer, router: zmq.Socket[bytes], received: queue.Queue) -> None:  # type: ignore[type-arg]
+    router.send(encode(AbortRequest(request_id="a", reason="test")))
+    identity, _ = received.get(timeout=2)
+    with contextlib.suppress(RuntimeError), server.batch():
+        server.send(identity, Ping())
+        raise RuntimeError("boom")
+    server.send(identity, Ping())
+    assert [decode_batch(router.recv()) for _ in range(2)] == [[Ping()]] * 2
+
+
+def test_a_large_batch_is_cut_into_frames_that_a_router_takes() -> None:
+    texts = ["x" * size for size in (10, MAX_BATCH_BYTES // 2, MAX_BATCH_BYTES // 2, 2 * MAX_BATCH_BYTES, 10)]
+    failures = [RequestFailed(request_id="a", message=text, error_type="internal", retryable=False) for text in texts]
+    frames = encode_batch(failures)
+    assert [message for frame in frames for message in decode_batch(frame)] == failures
+    assert len(frames) == 4
+    assert encode_batch([]) == []
+
+
+@pytest.mark.parametrize(
+    "frame", [b"", b"[", b"{}", b"null", b'[{"kind":"ping","version":1}]', b'[{"kind":"ping","version":2,"x":1}]', b"[{}]"]
+)
+def test_a_frame_that_is_no_list_of_messages_of_this_version_is_refused(frame: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode_batch(frame)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"token_id": "7"},
+        {"index": 0.5},
+        {"index": None},
+        {"finish_reason": "tired"},
+        {"logprobs": {}},
+        {"x": 1},
+        {"version": 1},
+        {"kind": "token"},
+    ],
+    ids=str,
+)
+def test_an_output_with_a_wrong_field_is_refused(wrong: dict[str, object]) -> None:
+    right = {"kind": "output", "version": 2, "request_id": "a", "token_id": 7, "index": 0}
+    assert decode_batch(json.dumps([right]).encode()) == [RequestOutput(request_id="a", token_id=7, index=0)]
+    with pytest.raises(ProtocolError):
+        decode_batch(json.dumps([right | wrong]).encode())
