@@ -8,17 +8,16 @@ from collections.abc import Callable
 import zmq
 
 _BURST = 64
-# Plain integers: the operators of zmq's enumerations cost more than the call.
-_EVENTS, _POLLIN, _NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
+_NOBLOCK = int(zmq.NOBLOCK)  # a plain integer: the operators of zmq's enumerations cost more than the call
 
 
 class FrameReader:
-    """`on_message(frames)` runs on the event loop for every message from now until `close`; it must not block or raise."""
+    """`on_frame(frame)` runs on the event loop for every frame from now until `close`; it must not block or raise."""
 
-    def __init__(self, socket: zmq.Socket[bytes], on_message: Callable[[list[bytes]], None]) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], on_frame: Callable[[bytes], None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._socket = socket
-        self._on_message = on_message
+        self._on_frame = on_frame
         self._descriptor = int(socket.getsockopt(zmq.FD))
         self._is_closed = False
         self._loop.add_reader(self._descriptor, self._read)
@@ -37,8 +36,12 @@ class FrameReader:
     def _read(self) -> None:
         # The descriptor tells of a change only: until there is nothing left to read, nothing more will be heard from it.
         for _ in range(_BURST):
-            if self._is_closed or not int(self._socket.getsockopt(_EVENTS)) & _POLLIN:
+            if self._is_closed:
                 return
-            self._on_message(self._socket.recv_multipart(_NOBLOCK))
+            try:
+                frame = self._socket.recv(_NOBLOCK)
+            except zmq.Again:
+                return
+            self._on_frame(frame)
         # The others on the loop get their turn.
         self.read_soon()

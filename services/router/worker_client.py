@@ -63,6 +63,7 @@ class WorkerClient:
         self._handlers: dict[str, Handler] = {}
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self._readers: list[FrameReader] = []
+        self._event_frames: list[bytes] = []
         self._is_closed = False
         self.is_connected = False
         self.num_invalid_messages = 0
@@ -105,18 +106,21 @@ class WorkerClient:
         for handler in handlers.values():
             handler(WorkerGone(reason))
 
-    def _note_event(self, frames: list[bytes]) -> None:
+    def _note_event(self, frame: bytes) -> None:
+        # An event comes as two frames: what happened, and to which address.
+        self._event_frames.append(frame)
+        if len(self._event_frames) < 2:
+            return
+        frames, self._event_frames = self._event_frames, []
         event = parse_monitor_message(frames)["event"]
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self.is_connected = True
         elif event == zmq.EVENT_DISCONNECTED and self.is_connected:
             self._on_disconnect()
 
-    def _take(self, frames: list[bytes]) -> None:
+    def _take(self, frame: bytes) -> None:
         try:
-            if len(frames) != 1:
-                raise ProtocolError(f"expected one frame, got {len(frames)}")
-            messages = decode_batch(frames[0])
+            messages = decode_batch(frame)
         except ProtocolError as error:
             self.num_invalid_messages += 1
             if self.num_invalid_messages == 1:

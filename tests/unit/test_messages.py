@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.messages import DecodeRequest, RequestOutput, TokenLogprobs, decode_router_message, decode_worker_message, encode
+from shared.messages import DecodeRequest, RequestOutput, TokenLogprobs, decode_batch, decode_router_message, encode, encode_batch
 from shared.sampling_params import BeamSearchParams, SamplingParams, StructuredOutput
 
 _INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -81,4 +81,4 @@ def test_off_and_absent_stay_apart() -> None:
 def test_log_probabilities_come_back_to_the_last_bit(logprobs: list[float], ids: tuple[int, ...]) -> None:
     entry = TokenLogprobs(logprob=-1e-300, rank=1, top_token_ids=ids, top_logprobs=tuple(logprobs))
     output = RequestOutput(request_id="r", token_id=0, index=0, logprobs=entry, finish_reason="stop", stop_token_id=0)
-    assert repr(decode_worker_message(encode(output))) == repr(output)
+    assert repr([message for frame in encode_batch([output]) for message in decode_batch(frame)]) == repr([output])
