@@ -13,15 +13,15 @@ from collections.abc import Iterator
 import uvicorn
 import zmq
 
-from services.router.api_keys import load_api_keys
 from services.router.app import RouterParts, create_app
 from services.router.dispatcher import Dispatcher
 from services.router.frontend import Frontend
-from services.router.grammar_checker import GrammarChecker
-from services.router.http_protocol import HttpProtocol
+from services.router.grammar.grammar_checker import GrammarChecker
+from services.router.http.api_keys import load_api_keys
+from services.router.http.http_protocol import HttpProtocol
 from services.router.metrics import RouterMetrics
+from services.router.openai.tool_calls import family_of, takes_tools
 from services.router.served_model import ChatRenderer, ServedModel
-from services.router.tool_calls import family_of, takes_tools
 from services.router.workers import Compatibility, WorkerDirectory, WorkerRole
 from shared.cache.redis_prefix_index import RedisPrefixIndexReader, make_async_client
 from shared.clock import SystemClock

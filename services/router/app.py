@@ -17,20 +17,20 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from services.router import openapi
-from services.router.api_keys import ApiKeys
-from services.router.error_object import error_response, status_response
 from services.router.frontend import Frontend
-from services.router.http_edge import HttpEdge, read_json_body, receipt_of
+from services.router.http import openapi
+from services.router.http.api_keys import ApiKeys
+from services.router.http.error_object import error_response, status_response
+from services.router.http.http_edge import HttpEdge, read_json_body, receipt_of
 from services.router.metrics import CONTENT_TYPE, RouterMetrics
-from services.router.openai_types import (
+from services.router.openai.openai_types import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
     parse_body,
 )
-from services.router.responses_request import ResponsesRequest
+from services.router.openai.responses_request import ResponsesRequest
 from services.router.served_model import ServedModel
 from services.router.workers import WorkerDirectory
 from shared.cache.redis_prefix_index import RedisPrefixIndexReader

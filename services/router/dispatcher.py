@@ -14,8 +14,8 @@ from opentelemetry.trace import Tracer
 
 from services.router.mailbox import Mailbox
 from services.router.metrics import RouterMetrics
+from services.router.openai.prompt_logprobs import PromptLogprobsAssembler
 from services.router.policy import Candidate, RequestFacts, Route, select
-from services.router.prompt_logprobs import PromptLogprobsAssembler
 from services.router.worker_client import WorkerGone
 from services.router.workers import Worker, WorkerDirectory
 from shared.block_hash import BlockHash, encode_extra_keys, hash_full_blocks, root_hash

@@ -13,14 +13,14 @@ from typing import Any
 
 from opentelemetry.trace import Tracer
 
-from services.router.answer_format import AnswerFormat, AnswerHead, ChatFormat, CompletionFormat, Usage
-from services.router.choice import ChoiceAssembler, TextOptions
 from services.router.dispatcher import Dispatcher, EngineRequest, Prompt
-from services.router.grammar_checker import GrammarChecker
+from services.router.grammar.grammar_checker import GrammarChecker
 from services.router.in_flight import InFlightLimit
 from services.router.metrics import RouterMetrics
 from services.router.observation import Receipt, RequestObservation
-from services.router.openai_types import (
+from services.router.openai.answer_format import AnswerFormat, AnswerHead, ChatFormat, CompletionFormat, Usage
+from services.router.openai.choice import ChoiceAssembler, TextOptions
+from services.router.openai.openai_types import (
     DEFAULT_COMPLETION_MAX_TOKENS,
     ChatCompletionRequest,
     ChatMessage,
@@ -28,13 +28,13 @@ from services.router.openai_types import (
     GenerationRequest,
     TokenizeRequest,
 )
-from services.router.prompt_logprobs import PromptLogprobsAssembler, PromptReport, text_offsets
-from services.router.response_format import AskedGrammar, asked_grammar
-from services.router.responses_format import ResponsesFormat
-from services.router.responses_request import ResponsesRequest
+from services.router.openai.prompt_logprobs import PromptLogprobsAssembler, PromptReport, text_offsets
+from services.router.openai.response_format import AskedGrammar, asked_grammar
+from services.router.openai.responses_format import ResponsesFormat
+from services.router.openai.responses_request import ResponsesRequest
+from services.router.openai.streaming import AnswerOptions, GenerationResponse, PlannedPrompt
+from services.router.openai.tools import tool_use, with_parsed_arguments
 from services.router.served_model import ServedModel, resolve_max_tokens
-from services.router.streaming import AnswerOptions, GenerationResponse, PlannedPrompt
-from services.router.tools import tool_use, with_parsed_arguments
 from services.router.workers import WorkerDirectory
 from shared.config import Settings
 from shared.errors import InvalidRequestError, PagewireError

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from opentelemetry.trace import SpanKind, Status, StatusCode, Tracer
 
-from services.router.answer_format import Usage
 from services.router.metrics import RouterMetrics
-from services.router.openai_types import GenerationRequest
+from services.router.openai.answer_format import Usage
+from services.router.openai.openai_types import GenerationRequest
 from shared.errors import PagewireError
 from shared.telemetry import PROVIDER_NAME, start_span, traceparent_of
 

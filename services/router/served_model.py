@@ -9,7 +9,7 @@ from time import time
 from types import MappingProxyType
 from typing import Any
 
-from services.router.tool_calls import ToolFamily
+from services.router.openai.tool_calls import ToolFamily
 from shared.errors import InvalidRequestError, ModelNotFoundError
 from shared.text.tokenizer import Tokenizer
 

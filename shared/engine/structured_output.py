@@ -28,7 +28,7 @@ MASK_GRACE_S = 0.002
 """How long a step waits for masks at least; nearly all are there long before."""
 MAX_NUM_COMPILED = 128
 _STACK_BYTES = 64 << 20
-"""Address space, of which only what is used takes memory. The router's checker compiles on far less (services/router/grammar_sandbox)."""
+"""Address space, of which only what is used takes memory. The router's checker compiles on far less (services/router/grammar)."""
 
 
 class _Vocabulary:

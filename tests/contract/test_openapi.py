@@ -12,8 +12,8 @@ import pytest
 from fastapi.routing import APIRoute
 from router_harness import RedisServer, Stack
 
-from services.router import openapi
 from services.router.__main__ import load_model
+from services.router.http import openapi
 from shared.config import load_settings
 
 CHAT = [{"role": "user", "content": "hi"}]

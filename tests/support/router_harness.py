@@ -19,7 +19,7 @@ from stub_worker import Script, StubWorker
 
 from services.router.__main__ import build_parts
 from services.router.app import create_app
-from services.router.http_protocol import HttpProtocol
+from services.router.http.http_protocol import HttpProtocol
 from services.router.served_model import ServedModel
 from shared.config import load_settings
 

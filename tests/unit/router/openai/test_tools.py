@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from services.router.tool_calls import HERMES
-from services.router.tools import ToolFields, ToolUse, tool_use, with_parsed_arguments
+from services.router.openai.tool_calls import HERMES
+from services.router.openai.tools import ToolFields, ToolUse, tool_use, with_parsed_arguments
 from shared.errors import InvalidRequestError
 
 F = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}}}

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from services.router.openai_types import ChatCompletionRequest, CompletionRequest, parse_body
+from services.router.openai.openai_types import ChatCompletionRequest, CompletionRequest, parse_body
 from shared.errors import InvalidRequestError
 
 VOCAB_SIZE = 100

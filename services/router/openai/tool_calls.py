@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.router.response_format import with_bounded_whitespace
+from services.router.openai.response_format import with_bounded_whitespace
 
 Json = dict[str, Any]
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.router import grammar_checker
-from services.router.grammar_checker import MAX_GRAMMAR_BYTES, GrammarChecker
+from services.router.grammar import grammar_checker
+from services.router.grammar.grammar_checker import MAX_GRAMMAR_BYTES, GrammarChecker
 from shared.errors import InvalidRequestError
 
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from services.router.prompt_logprobs import PromptLogprobsAssembler, first_alternatives, text_offsets
+from services.router.openai.prompt_logprobs import PromptLogprobsAssembler, first_alternatives, text_offsets
 from shared.messages import PromptLogprobs, TokenLogprobs
 from shared.model_files.model_source import resolve_model
 from shared.text.tokenizer import Tokenizer

@@ -8,10 +8,10 @@ from typing import Protocol
 
 import orjson
 
-from services.router.choice import TokenPiece
-from services.router.error_object import error_object
-from services.router.prompt_logprobs import PromptReport, first_alternatives
-from services.router.tool_calls import Json, ParsedText, ToolCallParser, merged_calls
+from services.router.http.error_object import error_object
+from services.router.openai.choice import TokenPiece
+from services.router.openai.prompt_logprobs import PromptReport, first_alternatives
+from services.router.openai.tool_calls import Json, ParsedText, ToolCallParser, merged_calls
 from shared.errors import PagewireError
 from shared.messages import TokenLogprobs
 from shared.text.tokenizer import Tokenizer

@@ -17,15 +17,15 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from services.router import best_of
-from services.router.answer_format import AnswerFormat, Usage
-from services.router.choice import ChoiceAssembler, TokenPiece
 from services.router.dispatcher import EngineRequest
-from services.router.error_object import error_response
+from services.router.http.error_object import error_response
 from services.router.in_flight import InFlightLimit
 from services.router.observation import RequestObservation
-from services.router.prompt_logprobs import PromptReport
-from services.router.tool_calls import Json
+from services.router.openai import best_of
+from services.router.openai.answer_format import AnswerFormat, Usage
+from services.router.openai.choice import ChoiceAssembler, TokenPiece
+from services.router.openai.prompt_logprobs import PromptReport
+from services.router.openai.tool_calls import Json
 from shared.errors import PagewireError, UnavailableError, WorkerFailedError
 from shared.messages import RequestOutput
 

@@ -1,4 +1,4 @@
-"""Grammars from clients, checked in a process of their own (services/router/grammar_sandbox.py), with what was learnt remembered."""
+"""Grammars from clients, checked in a process of their own (services/router/grammar/grammar_sandbox.py); what was learnt is remembered."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class GrammarChecker:
     """One sandbox process, started when it is first needed and after each grammar that ended it."""
 
     def __init__(self, vocab_size: int, timeout_s: float = CHECK_TIMEOUT_S) -> None:
-        self._command = [sys.executable, "-m", "services.router.grammar_sandbox", str(vocab_size)]
+        self._command = [sys.executable, "-m", "services.router.grammar.grammar_sandbox", str(vocab_size)]
         self._timeout_s = timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-checker")

@@ -4,7 +4,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from services.router.choice import ChoiceAssembler, TextOptions, TokenPiece
+from services.router.openai.choice import ChoiceAssembler, TextOptions, TokenPiece
 from shared.messages import RequestOutput
 from shared.text.tokenizer import Tokenizer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.router.choice import TokenPiece
+from services.router.openai.choice import TokenPiece
 
 
 def best(candidates: Sequence[Sequence[TokenPiece]], count: int) -> list[int]:

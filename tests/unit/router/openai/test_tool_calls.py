@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from services.router.grammar_sandbox import byte_tokenizer
-from services.router.tool_calls import (
+from services.router.grammar.grammar_sandbox import byte_tokenizer
+from services.router.openai.tool_calls import (
     HERMES,
     LLAMA3_JSON,
     MAX_PARALLEL_CALLS,

@@ -15,8 +15,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.router.api_keys import ApiKeys
-from services.router.error_object import error_response
+from services.router.http.api_keys import ApiKeys
+from services.router.http.error_object import error_response
 from services.router.observation import Receipt
 from shared.errors import AuthenticationError, InvalidRequestError
 from shared.ids import new_request_id

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from services.router.api_keys import ApiKeys, load_api_keys
+from services.router.http.api_keys import ApiKeys, load_api_keys
 from shared.config import load_settings
 from shared.errors import AuthenticationError, ConfigurationError
 

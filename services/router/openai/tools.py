@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from services.router.response_format import AskedGrammar
-from services.router.tool_calls import ToolCallParser, ToolFamily, grammar_of
+from services.router.openai.response_format import AskedGrammar
+from services.router.openai.tool_calls import ToolCallParser, ToolFamily, grammar_of
 from shared.errors import InvalidRequestError
 
 MAX_TOOLS = 128

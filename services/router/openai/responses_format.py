@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import orjson
 
-from services.router.answer_format import AnswerHead, Usage, token_entry
-from services.router.choice import TokenPiece
-from services.router.error_object import error_object
-from services.router.prompt_logprobs import PromptReport
-from services.router.responses_request import ResponsesRequest
-from services.router.tool_calls import Json
+from services.router.http.error_object import error_object
+from services.router.openai.answer_format import AnswerHead, Usage, token_entry
+from services.router.openai.choice import TokenPiece
+from services.router.openai.prompt_logprobs import PromptReport
+from services.router.openai.responses_request import ResponsesRequest
+from services.router.openai.tool_calls import Json
 from shared.errors import PagewireError
 from shared.ids import new_request_id
 from shared.text.tokenizer import Tokenizer
@@ -20,7 +20,7 @@ _CONTENT = {"output_index": 0, "content_index": 0}
 
 
 class ResponsesFormat:
-    """An AnswerFormat (services/router/answer_format.py) for one answer: it numbers the events of its stream."""
+    """An AnswerFormat (services/router/openai/answer_format.py) for one answer: it numbers the events of its stream."""
 
     def __init__(self, head: AnswerHead, tokenizer: Tokenizer, request: ResponsesRequest) -> None:
         self._tokenizer = tokenizer

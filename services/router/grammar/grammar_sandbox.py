@@ -1,4 +1,4 @@
-"""The process in which grammars from outside are looked at first: `python -m services.router.grammar_sandbox VOCAB_SIZE`.
+"""The process in which grammars from outside are looked at first: `python -m services.router.grammar.grammar_sandbox VOCAB_SIZE`.
 
 One request and one answer a line, JSON. A request is {"kind", "text"}; the answer {"grammar"} in the library's form or {"error"}. It is
 compiled against an alphabet of bytes, which is cheap and decides the same questions as the model's vocabulary. The parent ends this
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
-from services.router.schema_recursion import check_recursion
+from services.router.grammar.schema_recursion import check_recursion
 from shared.errors import InvalidRequestError
 from shared.grammar import check_matcher, new_matcher
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from services.router.openai_types import CompletionRequest, parse_body
-from services.router.response_format import JSON_WHITESPACE, AskedGrammar, asked_grammar
+from services.router.openai.openai_types import CompletionRequest, parse_body
+from services.router.openai.response_format import JSON_WHITESPACE, AskedGrammar, asked_grammar
 from shared.errors import InvalidRequestError
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.router.openai_types import INSTEAD, NOT_OFFERED, ChatMessage, GenerationRequest
-from services.router.response_format import AskedGrammar, asked_json_object, asked_json_schema
+from services.router.openai.openai_types import INSTEAD, NOT_OFFERED, ChatMessage, GenerationRequest
+from services.router.openai.response_format import AskedGrammar, asked_json_object, asked_json_schema
 from shared.errors import InvalidRequestError
 
 LOGPROBS_INCLUDED = "message.output_text.logprobs"

@@ -11,8 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
-from services.router.response_format import StructuredOutputFields
-from services.router.tools import ToolFields
+from services.router.openai.response_format import StructuredOutputFields
+from services.router.openai.tools import ToolFields
 from shared.errors import InvalidRequestError
 from shared.sampling_params import BeamSearchParams, SamplingParams, StructuredOutput
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from services.router.error_object import error_json
+from services.router.http.error_object import error_json
 
 
 class HttpProtocol(HttpToolsProtocol):

@@ -1,7 +1,7 @@
 """The request fields that hold an answer to a form, and the one grammar that they ask for.
 
 OpenAI's response_format; vLLM's structured_outputs and its older guided_*; SGLang's json_schema, regex and ebnf. Whether a schema,
-expression or grammar can be used is the checker's to say (services/router/grammar_checker.py).
+expression or grammar can be used is the checker's to say (services/router/grammar/grammar_checker.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.router.grammar_checker import GrammarKind
+from services.router.grammar.grammar_checker import GrammarKind
 from shared.errors import InvalidRequestError
 
 MAX_CHOICE_STRINGS = 1024
