@@ -76,7 +76,11 @@ class ReceiverEnd(Events):
 def serve_kv(pipe: Connection, layout: KVLayout, settings: Settings, num_blocks: int, repeat: int) -> None:
     events, incarnation = ReceiverEnd(), new_incarnation()
     receiver = KVReceiver(layout, ArrayMemory(num_blocks, layout.block_nbytes), incarnation, events, SystemClock(), settings, "decode")
-    pipe.send(KVPeer(worker_id="decode", ctrl_endpoint=receiver.ctrl_endpoint, incarnation=incarnation).model_dump())
+    pipe.send(
+        KVPeer(
+            worker_id="decode", ctrl_endpoint=receiver.ctrl_endpoint, incarnation=incarnation, server_key=receiver.server_key
+        ).model_dump()
+    )
     for number in range(repeat):
         receiver.expect(f"{number:032x}", 0, range(num_blocks), range(num_blocks), num_blocks * layout.block_size, 60.0)
         events.is_ended.wait(60)

@@ -143,6 +143,21 @@ def export_tokenizer(
     print(folder)
 
 
+@app.command()
+def keys(file: Annotated[Path, typer.Argument(metavar="FILE", help="Where the key goes; readable by you alone.")]) -> None:
+    """Make a key for KV transfers (PAGEWIRE_KV_KEY_FILE): decode workers let in prefill workers that hold it, and nobody else.
+
+    In a file that has keys already the new one comes first; the others are let in until you delete their lines.
+    """
+    from shared.transport.curve import write_key_file
+
+    try:
+        public = write_key_file(file).public.decode()
+    except OSError as error:
+        raise ConfigurationError(f"cannot write {file}: {error.strerror}") from error
+    print(f"{file}: new key, public half {public}")
+
+
 def _joined(api_keys: list[str] | None) -> str | None:
     return ",".join(api_keys) if api_keys else None
 

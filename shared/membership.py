@@ -39,6 +39,8 @@ class WorkerRecord(BaseModel):
     """ROUTER socket that takes RouterMessage frames, e.g. tcp://127.0.0.1:41000."""
     kv_ctrl_endpoint: str | None = None
     """Decode only: where prefill workers open a KV transfer."""
+    kv_server_key: str = ""
+    """The public CURVE key that answers there, in Z85."""
     model_name: str
     model_fingerprint: str
     dtype: str

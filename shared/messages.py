@@ -38,12 +38,14 @@ class _FromWorker(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
 
 
 class KVPeer(BaseModel):
-    """Where a decode worker takes KV blocks: its control endpoint and the incarnation that must answer there."""
+    """Where a decode worker takes KV blocks: its control endpoint, and the incarnation and key that must answer there."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     worker_id: str
     ctrl_endpoint: str
     incarnation: int
+    server_key: str = ""
+    """The public CURVE key of that incarnation, in Z85."""
 
 
 class PrefillRequest(_FromRouter):

@@ -87,6 +87,9 @@ class DecodeWorker(WorkerLoop):
     def kv_ctrl_endpoint(self) -> str | None:
         return self._receiver.ctrl_endpoint
 
+    def kv_server_key(self) -> str:
+        return self._receiver.server_key
+
     # ---- rpc thread ---------------------------------------------------------------------------------------------------
     def accept(self, router: bytes, message: PrefillRequest | DecodeRequest) -> None:
         assert isinstance(message, DecodeRequest)

@@ -357,7 +357,12 @@ class Dispatcher:
             attempt=attempt,
             token_ids=request.prompt.token_ids,
             cache_salt=request.prompt.cache_salt,
-            decode=KVPeer(worker_id=record.worker_id, ctrl_endpoint=record.kv_ctrl_endpoint or "", incarnation=record.incarnation),
+            decode=KVPeer(
+                worker_id=record.worker_id,
+                ctrl_endpoint=record.kv_ctrl_endpoint or "",
+                incarnation=record.incarnation,
+                server_key=record.kv_server_key,
+            ),
             deadline_s=left_s,
             num_prompt_logprobs=request.sampling.num_prompt_logprobs,
             priority=request.priority,

@@ -128,6 +128,9 @@ class WorkerLoop(ABC):
     def kv_ctrl_endpoint(self) -> str | None:
         return None
 
+    def kv_server_key(self) -> str:
+        return ""
+
     # ---- life ---------------------------------------------------------------------------------------------------------
     def run(self) -> None:
         """Serve until `stop`. Blocks; call from the thread that owns the engine."""
@@ -246,6 +249,7 @@ class WorkerLoop(ABC):
             incarnation=self.incarnation,
             rpc_endpoint=self.rpc.endpoint,
             kv_ctrl_endpoint=self.kv_ctrl_endpoint(),
+            kv_server_key=self.kv_server_key(),
             model_name=self._source.name,
             model_fingerprint=self._source.fingerprint,
             dtype=self.engine.dtype_name,

@@ -77,9 +77,13 @@ class ReceiverWire(Protocol):
 class SenderWire(ReceiverWire, Protocol):
     """How the sender's state machine speaks. Must not block. `peer` is a connection's key."""
 
-    def open_peer(self, peer: str, ctrl_endpoint: str) -> None: ...
+    def open_peer(self, peer: str, ctrl_endpoint: str, server_key: str) -> None:
+        """`server_key`: the public CURVE key of whoever must answer."""
+        ...
 
-    def open_lanes(self, peer: str, endpoints: tuple[str, ...], probes: Sequence[tuple[DataHeader, memoryview]]) -> None:
+    def open_lanes(
+        self, peer: str, endpoints: tuple[str, ...], probes: Sequence[tuple[DataHeader, memoryview]], are_encrypted: bool
+    ) -> None:
         """`probes` go over each lane first, by which the receiver measures it."""
         ...
 

@@ -76,6 +76,7 @@ class HelloAck(ControlMessage):
     lane_endpoints: tuple[Annotated[str, Field(max_length=512)], ...] = Field(min_length=1, max_length=16)
     max_chunk_bytes: U32
     transport: TransportName = "tcp"
+    are_lanes_encrypted: bool = False
 
 
 class Offer(ControlMessage):

@@ -173,10 +173,12 @@ class MemorySenderWire:
         self._name = name
         self._endpoints: dict[str, str] = {}
 
-    def open_peer(self, peer: str, ctrl_endpoint: str) -> None:
+    def open_peer(self, peer: str, ctrl_endpoint: str, server_key: str) -> None:
         self._endpoints[peer] = ctrl_endpoint
 
-    def open_lanes(self, peer: str, endpoints: tuple[str, ...], probes: Sequence[tuple[DataHeader, memoryview]]) -> None:
+    def open_lanes(
+        self, peer: str, endpoints: tuple[str, ...], probes: Sequence[tuple[DataHeader, memoryview]], are_encrypted: bool
+    ) -> None:
         pass  # time is simulated: there is nothing to measure
 
     def close_peer(self, peer: str) -> None:

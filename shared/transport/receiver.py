@@ -15,6 +15,7 @@ from shared.config import Settings
 from shared.errors import ProtocolError
 from shared.transport import control
 from shared.transport.connector import BlockMemory, ReceiverEvents
+from shared.transport.curve import CurveKeys, DoorKeeper, load_key_file, serve_with
 from shared.transport.kv_layout import KVLayout
 from shared.transport.limits import DISCONNECT_GRACE_S, TICK_S
 from shared.transport.receiver_state import ReceiverState
@@ -26,6 +27,7 @@ from shared.transport.zmq_sockets import (
     advertised_host,
     bind_ephemeral,
     bind_ipc,
+    is_loopback,
     new_context,
     new_control_socket,
     new_lane_socket,
@@ -63,12 +65,23 @@ class KVReceiver:
         self._unreachable_s: dict[str, float] = {}
         self._last_probe_s = 0.0
         self._is_suspicious_until_s = 0.0
+        keys = CurveKeys.new()
+        self.server_key = keys.public.decode()
+        """Its public half, which a prefill worker must know; the record of this worker carries it."""
+        clients = [pair.public for pair in load_key_file(settings.kv_key_file)] if settings.kv_key_file is not None else []
         self._context = new_context()
+        self._door_keepers = [DoorKeeper(self._context, clients)] if clients else []
         self._router = new_control_socket(self._context, zmq.ROUTER)
+        serve_with(self._router, keys)
         self.ctrl_endpoint = bind_ephemeral(self._router, bind_host, host)
         self._monitor = self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._lane_contexts: list[SyncContext] = [new_context() for _ in range(settings.kv_lanes)]
         lanes = [new_lane_socket(context, zmq.PULL, settings.kv_max_chunk_bytes, _LANE_POLL_MS) for context in self._lane_contexts]
+        are_encrypted = settings.kv_lane_security == "curve" or (settings.kv_lane_security == "auto" and not is_loopback(bind_host))
+        for lane, context in zip(lanes, self._lane_contexts, strict=True):
+            if are_encrypted:
+                serve_with(lane, keys)
+                self._door_keepers += [DoorKeeper(context, clients)] if clients else []
         self.state = ReceiverState(
             layout=layout,
             memory=memory,
@@ -81,6 +94,7 @@ class KVReceiver:
             lane_endpoints=tuple(bind_ephemeral(lane, bind_host, host) for lane in lanes),
             ipc_endpoints=tuple(bind_ipc(lane, f"{incarnation:x}-{index}") for index, lane in enumerate(lanes)),
             network=network_identity(),
+            are_lanes_encrypted=are_encrypted,
         )
         self._threads = [threading.Thread(target=self._run_control, name="kv-receive-control", daemon=True)]
         for index, (lane, context) in enumerate(zip(lanes, self._lane_contexts, strict=True)):
@@ -134,6 +148,9 @@ class KVReceiver:
         self.state.close()
         self._is_stopping.set()
         self._waker.wake()
+        # Their sockets would keep the contexts from ending.
+        for door_keeper in self._door_keepers:
+            door_keeper.close()
         for thread in self._threads:
             thread.join(_CLOSE_TIMEOUT_S)
 

@@ -96,6 +96,7 @@ class ReceiverState:
         lane_endpoints: tuple[str, ...],
         ipc_endpoints: tuple[str, ...] = (),
         network: str = "",
+        are_lanes_encrypted: bool = False,
     ) -> None:
         """Raises ConfigurationError when one layer of a block does not fit a chunk.
 
@@ -113,6 +114,7 @@ class ReceiverState:
         self._lane_endpoints = lane_endpoints
         self._ipc_endpoints = ipc_endpoints
         self._network = network
+        self._are_lanes_encrypted = are_lanes_encrypted
         self._lock = threading.Condition()
         self._peers: dict[str, _Peer] = {}
         self._grants: dict[str, Grant] = {}
@@ -402,6 +404,7 @@ class ReceiverState:
                 lane_endpoints=endpoints,
                 max_chunk_bytes=min(message.max_chunk_bytes, self._settings.kv_max_chunk_bytes),
                 transport=chosen.transport,
+                are_lanes_encrypted=self._are_lanes_encrypted,
             ),
         )
 

@@ -19,6 +19,7 @@ from shared.errors import ProtocolError, TransferError
 from shared.messages import KVPeer
 from shared.transport import control
 from shared.transport.connector import BlockMemory, FrameTap, SenderEvents
+from shared.transport.curve import CurveKeys, connect_with, load_key_file
 from shared.transport.frames import DataHeader
 from shared.transport.kv_layout import KVLayout
 from shared.transport.limits import DISCONNECT_GRACE_S, MAX_CONTROL_BYTES, TICK_S
@@ -40,6 +41,7 @@ class _Link:
 
     dealer: SyncSocket
     monitor: SyncSocket
+    server_key: bytes
     outgoing: deque[list[bytes]] = field(default_factory=deque)
     lanes: list[SenderLane] = field(default_factory=list)
     disconnected_s: float | None = None
@@ -62,12 +64,13 @@ class KVSender:
     ) -> None:
         """`segment`: where others of this host can read `memory`, block after block. `tap`: fault hook for tests.
 
-        Raises ConfigurationError when one layer of a block does not fit a chunk.
+        Raises ConfigurationError when one layer of a block does not fit a chunk, or the key file cannot be used.
         """
         self._clock = clock
         self._settings = settings
         self._incarnation = incarnation
         self._tap = tap
+        self._keys = load_key_file(settings.kv_key_file)[0] if settings.kv_key_file is not None else CurveKeys.new()
         self._links: dict[str, _Link] = {}
         self._closing: list[SenderLane] = []
         self._num_opened = 0
@@ -158,21 +161,30 @@ class KVSender:
 
     # SenderWire, on the control thread
 
-    def open_peer(self, peer: str, ctrl_endpoint: str) -> None:
+    def open_peer(self, peer: str, ctrl_endpoint: str, server_key: str) -> None:
         dealer = new_control_socket(self._context, zmq.DEALER)
         self._num_opened += 1
         dealer.setsockopt(zmq.ROUTING_ID, f"{self._incarnation:016x}-{self._num_opened}".encode())
-        monitor = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        self._links[peer] = _Link(dealer, monitor)
+        monitor = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+        self._links[peer] = _Link(dealer, monitor, server_key.encode())
         try:
+            connect_with(dealer, self._keys, server_key.encode())
             connect(dealer, ctrl_endpoint)
         except zmq.ZMQError as error:
             reason = f"cannot connect to {ctrl_endpoint}: {error}"
             self._do(lambda: self._state.on_peer_lost(peer, reason))
 
-    def open_lanes(self, peer: str, endpoints: tuple[str, ...], probes: Sequence[tuple[DataHeader, memoryview]]) -> None:
+    def open_lanes(
+        self, peer: str, endpoints: tuple[str, ...], probes: Sequence[tuple[DataHeader, memoryview]], are_encrypted: bool
+    ) -> None:
+        server_key = self._links[peer].server_key
+
+        def secure(sock: SyncSocket) -> None:
+            if are_encrypted:
+                connect_with(sock, self._keys, server_key)
+
         self._links[peer].lanes = [
-            SenderLane(endpoint, self._settings.kv_max_chunk_bytes, self._on_lane_failed, self._tap) for endpoint in endpoints
+            SenderLane(endpoint, self._settings.kv_max_chunk_bytes, self._on_lane_failed, self._tap, secure) for endpoint in endpoints
         ]
         for lane in self._links[peer].lanes:
             for header, payload in probes:
@@ -253,7 +265,9 @@ class KVSender:
     def _read_monitor(self, peer: str, link: _Link) -> None:
         while peer in self._links and link.monitor.poll(0):
             event = recv_monitor_message(link.monitor)["event"]
-            if event == zmq.EVENT_DISCONNECTED:
+            if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self._state.on_peer_lost(peer, "the decode worker refused our key: kv_key_file must hold one that it knows")
+            elif event == zmq.EVENT_DISCONNECTED:
                 link.disconnected_s = self._clock.now_s()
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 if link.disconnected_s is not None:

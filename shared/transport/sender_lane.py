@@ -11,7 +11,7 @@ import zmq
 
 from shared.transport.connector import FrameTap
 from shared.transport.frames import DataHeader, MessageType
-from shared.transport.zmq_sockets import connect, new_context, new_lane_socket
+from shared.transport.zmq_sockets import SyncSocket, connect, new_context, new_lane_socket
 
 logger = logging.getLogger(__name__)
 _SEND_TIMEOUT_MS = 100
@@ -20,11 +20,20 @@ _SEND_TIMEOUT_MS = 100
 class SenderLane:
     """Never blocks whoever calls `send`; credits bound what waits in the queue."""
 
-    def __init__(self, endpoint: str, max_chunk_bytes: int, on_failed: Callable[[str, str], None], tap: FrameTap | None) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        max_chunk_bytes: int,
+        on_failed: Callable[[str, str], None],
+        tap: FrameTap | None,
+        secure: Callable[[SyncSocket], None],
+    ) -> None:
+        """`secure` is called with the socket before it connects."""
         self._endpoint = endpoint
         self._max_chunk_bytes = max_chunk_bytes
         self._on_failed = on_failed
         self._tap = tap
+        self._secure = secure
         self._queue: queue.SimpleQueue[tuple[DataHeader, memoryview] | None] = queue.SimpleQueue()
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"kv-send-{endpoint}", daemon=True)
@@ -49,6 +58,7 @@ class SenderLane:
         context = new_context()
         sock = new_lane_socket(context, zmq.PUSH, self._max_chunk_bytes, _SEND_TIMEOUT_MS)
         try:
+            self._secure(sock)
             connect(sock, self._endpoint)
             while (item := self._queue.get()) is not None and not self._is_closed.is_set():
                 header, payload = item

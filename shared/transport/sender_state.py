@@ -266,7 +266,7 @@ class SenderState:
         connection = self._connections.get(key)
         if connection is None:
             self._connections[key] = connection = _Connection(key, peer.incarnation, opened_s=now, last_hello_s=now, last_heard_s=now)
-            self._wire.open_peer(key, peer.ctrl_endpoint)
+            self._wire.open_peer(key, peer.ctrl_endpoint, peer.server_key)
             self._send_hello(connection)
         return connection
 
@@ -310,7 +310,8 @@ class SenderState:
         connection.num_lanes = len(endpoints)
         connection.lane_load = [0] * len(endpoints)
         connection.is_ready = True
-        self._wire.open_lanes(connection.key, endpoints, self._probes(connection) if connection.transport != "shm" else [])
+        probes = self._probes(connection) if connection.transport != "shm" else []
+        self._wire.open_lanes(connection.key, endpoints, probes, message.are_lanes_encrypted)
         for transfer in [t for t in self._transfers.values() if t.peer == connection.key]:
             self._send_offer(transfer)
 

@@ -7,6 +7,7 @@ cut a healthy lane whose receiver is busy. IMMEDIATE: nothing is queued for a pe
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import socket
 
 import zmq
@@ -20,6 +21,8 @@ SyncSocket = zmq.Socket[bytes]
 
 _LANE_HWM = 4
 _BUFFER_BYTES = 1 << 20
+_CURVE_NBYTES = 33
+"""What encryption adds to a frame: name, nonce, authenticator, flags. The limit is on what comes over the wire."""
 
 
 def new_context() -> SyncContext:
@@ -29,7 +32,7 @@ def new_context() -> SyncContext:
 
 def _harden(sock: SyncSocket, max_bytes: int) -> None:
     sock.setsockopt(zmq.LINGER, 0)
-    sock.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+    sock.setsockopt(zmq.MAXMSGSIZE, max_bytes + _CURVE_NBYTES)
     sock.setsockopt(zmq.HANDSHAKE_IVL, 5000)
     sock.setsockopt(zmq.RECONNECT_IVL, 50)
     sock.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
@@ -79,13 +82,21 @@ def advertised_host(bind_host: str, advertise_host: str | None) -> str:
     return bind_host
 
 
+def is_loopback(bind_host: str) -> bool:
+    """Nobody but this machine can reach what is bound there."""
+    return ipaddress.ip_address(_numeric(bind_host)).is_loopback
+
+
+def _numeric(host: str) -> str:
+    # libzmq binds to numeric addresses only.
+    return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+
+
 def bind_ephemeral(sock: SyncSocket, bind_host: str, advertise_host: str) -> str:
     """Bind to a free port of `bind_host`; the endpoint as others reach it."""
     if ":" in bind_host:
         sock.setsockopt(zmq.IPV6, 1)
-    # libzmq binds to numeric addresses only.
-    numeric = socket.getaddrinfo(bind_host, None, type=socket.SOCK_STREAM)[0][4][0]
-    sock.bind(f"tcp://{_bracketed(str(numeric))}:0")
+    sock.bind(f"tcp://{_bracketed(_numeric(bind_host))}:0")
     port = sock.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
     return f"tcp://{_bracketed(advertise_host)}:{port}"
 

@@ -44,7 +44,9 @@ class Pair:
         self.sender_log, self.receiver_log = SenderLog(), ReceiverLog()
         incarnation = new_incarnation()
         self.receiver = KVReceiver(LAYOUT, self.target, incarnation, self.receiver_log, SystemClock(), receiving, "decode-0")
-        self.peer = KVPeer(worker_id="decode-0", ctrl_endpoint=self.receiver.ctrl_endpoint, incarnation=incarnation)
+        self.peer = KVPeer(
+            worker_id="decode-0", ctrl_endpoint=self.receiver.ctrl_endpoint, incarnation=incarnation, server_key=self.receiver.server_key
+        )
         offer = self.source.segment.offer if segment == "own" else segment
         clock = SystemClock()
         self.sender = KVSender(LAYOUT, self.source, new_incarnation(), self.sender_log, clock, sending, "prefill-0", tap, offer)

@@ -18,6 +18,7 @@ from shared.clock import SystemClock
 from shared.errors import ConfigurationError, TransferError
 from shared.ids import new_incarnation, new_transfer_id
 from shared.messages import KVPeer
+from shared.transport.curve import CurveKeys, connect_with
 from shared.transport.frames import KVDtype
 from shared.transport.kv_layout import KVLayout
 from shared.transport.memory import BytesMemory
@@ -45,7 +46,12 @@ class ZmqPair:
         self.sender_log, self.receiver_log = SenderLog(), ReceiverLog()
         self.incarnation = new_incarnation()
         self.receiver = KVReceiver(layout, self.target, self.incarnation, self.receiver_log, SystemClock(), settings, "decode-0")
-        self.peer = KVPeer(worker_id="decode-0", ctrl_endpoint=self.receiver.ctrl_endpoint, incarnation=self.incarnation)
+        self.peer = KVPeer(
+            worker_id="decode-0",
+            ctrl_endpoint=self.receiver.ctrl_endpoint,
+            incarnation=self.incarnation,
+            server_key=self.receiver.server_key,
+        )
         self.sender = (
             KVSender(layout, self.source, new_incarnation(), self.sender_log, SystemClock(), settings, "prefill-0", tap) if sender else None
         )
@@ -248,7 +254,7 @@ def test_endpoint_that_is_none_fails():
 
 
 def test_killed_prefill_is_noticed_within_two_seconds():
-    with zmq_pair(sender=False) as pair, process("prefill", pair.peer.ctrl_endpoint, str(pair.incarnation)) as child:
+    with zmq_pair(sender=False) as pair, process("prefill", pair.peer.model_dump_json()) as child:
         wait_until(lambda: pair.receiver.state.num_transfers == 1, 20)
         pair.expect()
         assert child.stdout.readline() == "half\n"
@@ -259,7 +265,7 @@ def test_killed_prefill_is_noticed_within_two_seconds():
 
 def test_frozen_prefill_is_cut_and_told_when_it_thaws():
     settings = SETTINGS.model_copy(update={"kv_progress_timeout_s": 1.5})
-    with zmq_pair(sender=False, settings=settings) as pair, process("prefill", pair.peer.ctrl_endpoint, str(pair.incarnation)) as child:
+    with zmq_pair(sender=False, settings=settings) as pair, process("prefill", pair.peer.model_dump_json()) as child:
         wait_until(lambda: pair.receiver.state.num_transfers == 1, 20)
         pair.expect()
         assert child.stdout.readline() == "half\n"
@@ -279,16 +285,16 @@ def test_killed_decode_is_noticed_within_two_seconds_and_its_successor_is_anothe
     sender = KVSender(LAYOUT, random_memory(NUM_BLOCKS, 0), new_incarnation(), log, SystemClock(), SETTINGS, "prefill-0")
     try:
         with process("decode") as child:
-            endpoint, incarnation = child.stdout.readline().split()
-            sender.offer(TRANSFER, 0, KVPeer(worker_id="d", ctrl_endpoint=endpoint, incarnation=int(incarnation)), NUM_TOKENS, [], 60.0)
+            peer = KVPeer.model_validate_json(child.stdout.readline())
+            sender.offer(TRANSFER, 0, peer, NUM_TOKENS, [], 60.0)
             sender.send_blocks(TRANSFER, [(index, index) for index in ALL[:-1]])
             wait_until(lambda: log.granted)
             child.kill()
             assert wait_until(lambda: log.ended) < 2.0
         with process("decode") as child:
-            endpoint, incarnation = child.stdout.readline().split()
+            peer = KVPeer.model_validate_json(child.stdout.readline())
             log.ended.clear()
-            sender.offer(TRANSFER, 0, KVPeer(worker_id="d", ctrl_endpoint=endpoint, incarnation=int(incarnation)), NUM_TOKENS, [], 60.0)
+            sender.offer(TRANSFER, 0, peer, NUM_TOKENS, [], 60.0)
             sender.send_blocks(TRANSFER, [(index, index) for index in ALL])
             sender.commit(TRANSFER, b"hidden", 0)
             assert child.stdout.readline() == "ended: None\n"
@@ -299,6 +305,7 @@ def test_killed_decode_is_noticed_within_two_seconds_and_its_successor_is_anothe
 def test_noise_on_every_socket_is_counted_and_harms_nobody():
     with zmq_pair() as pair, zmq.Context() as context:
         dealer = context.socket(zmq.DEALER)
+        connect_with(dealer, CurveKeys.new(), pair.peer.server_key.encode())
         dealer.connect(pair.peer.ctrl_endpoint)
         pushes = []
         for endpoint in pair.receiver.state._lane_endpoints:

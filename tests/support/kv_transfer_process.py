@@ -1,6 +1,6 @@
 """One side of a KV transfer as a process of its own, to be killed, stopped and restarted by tests.
 
-`decode`: prints `ENDPOINT INCARNATION`, expects TRANSFER, prints how it ends. `prefill ENDPOINT INCARNATION`: offers TRANSFER, sends
+`decode`: prints its KVPeer as JSON, expects TRANSFER, prints how it ends. `prefill PEER`: offers TRANSFER, sends
 half of its blocks, prints `half`, waits for a line, sends the rest and commits, prints how it ends.
 """
 
@@ -33,14 +33,15 @@ def run_decode() -> None:
     incarnation = new_incarnation()
     receiver = KVReceiver(LAYOUT, random_memory(NUM_BLOCKS, 1), incarnation, log, SystemClock(), SETTINGS, "decode-0")
     receiver.expect(TRANSFER, 0, range(NUM_BLOCKS), range(NUM_BLOCKS), NUM_TOKENS, 60.0)
-    _say(f"{receiver.ctrl_endpoint} {incarnation}")
+    endpoint, server_key = receiver.ctrl_endpoint, receiver.server_key
+    _say(KVPeer(worker_id="decode-0", ctrl_endpoint=endpoint, incarnation=incarnation, server_key=server_key).model_dump_json())
     sys.stdin.readline()
 
 
-def run_prefill(endpoint: str, incarnation: int) -> None:
+def run_prefill(peer: KVPeer) -> None:
     log = SenderLog(on_end=lambda transfer_id, reason: _say(f"ended: {reason}"))
     sender = KVSender(LAYOUT, random_memory(NUM_BLOCKS, 0), new_incarnation(), log, SystemClock(), SETTINGS, "prefill-0")
-    sender.offer(TRANSFER, 0, KVPeer(worker_id="decode-0", ctrl_endpoint=endpoint, incarnation=incarnation), NUM_TOKENS, [], 60.0)
+    sender.offer(TRANSFER, 0, peer, NUM_TOKENS, [], 60.0)
     sender.send_blocks(TRANSFER, [(index, index) for index in range(NUM_BLOCKS // 2)])
     while not log.granted:
         log.changed.wait(0.01)
@@ -55,4 +56,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "decode":
         run_decode()
     else:
-        run_prefill(sys.argv[2], int(sys.argv[3]))
+        run_prefill(KVPeer.model_validate_json(sys.argv[2]))
