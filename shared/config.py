@@ -70,7 +70,8 @@ class Settings(BaseModel):
     kv_lanes: int = Field(2, ge=1, le=4, description="data sockets between one prefill and one decode worker")
     kv_max_chunk_bytes: int = Field(4 << 20, ge=4096)
     kv_credits: int = Field(16, ge=1, description="chunks in flight per transfer")
-    kv_progress_timeout_s: float = Field(3.0, gt=0, description="a transfer without a chunk or RENEW for this long has failed")
+    kv_peer_timeout_s: float = Field(1.5, gt=0.5, description="a peer of which nothing is heard for this long is dead")
+    kv_progress_timeout_s: float = Field(10.0, gt=0, description="a transfer that a live peer neither goes on with nor renews has failed")
     kv_failure_policy: Literal["recompute", "fail"] = Field("recompute", description="decode: what to do when a transfer fails")
 
     # Lifecycle

@@ -94,6 +94,14 @@ class AbortRequest(_FromRouter):
     """Only this sequence (decode); the others go on."""
 
 
+class PrefillLost(_FromRouter):
+    """Router -> decode: the prefill worker of this request is gone. Where its transfer has not ended, it will not come."""
+
+    kind: Literal["prefill_lost"] = "prefill_lost"
+    request_id: str
+    reason: str
+
+
 class TokenLogprobs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Raw log-softmax (fp32, before penalties and temperature) at one position."""
 
@@ -161,7 +169,7 @@ class Ping(_FromWorker, kw_only=True, frozen=True, tag="ping"):
     """Either worker -> a router whose requests it holds: are you there? Needs no answer; a router that is gone cannot be reached."""
 
 
-RouterMessage = PrefillRequest | DecodeRequest | AbortRequest
+RouterMessage = PrefillRequest | DecodeRequest | AbortRequest | PrefillLost
 WorkerMessage = RequestOutput | PromptLogprobs | WorkerTiming | RequestFailed | Ping
 
 _router_messages: TypeAdapter[RouterMessage] = TypeAdapter(Annotated[RouterMessage, Field(discriminator="kind")])

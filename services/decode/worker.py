@@ -38,6 +38,7 @@ from shared.messages import (
     DecodeRequest,
     FailureType,
     FinishReason,
+    PrefillLost,
     PrefillRequest,
     RequestFailed,
     RequestOutput,
@@ -189,6 +190,13 @@ class DecodeWorker(WorkerLoop):
             deadline_s=job.request.deadline_at_s - self.clock.now_s(),
             traceparent=job.traceparent,
         )
+
+    def forget_prefill(self, message: PrefillLost) -> None:
+        job = self._jobs.get(message.request_id)
+        transfer_id = job.request.transfer_id if job is not None else None
+        # False: it had ended before, or its end is on the way as an event.
+        if transfer_id is not None and self._receiver.abort(transfer_id, message.reason):
+            self.on_failed(transfer_id, message.reason)
 
     def abort(self, message: AbortRequest) -> None:
         if message.sequence_index is None:

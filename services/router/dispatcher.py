@@ -35,6 +35,7 @@ from shared.messages import (
     AbortRequest,
     DecodeRequest,
     KVPeer,
+    PrefillLost,
     PrefillRequest,
     PromptLogprobs,
     RequestFailed,
@@ -100,8 +101,11 @@ class _PrefillRefused:
     error: PagewireError
 
 
+@dataclass(frozen=True)
 class _PrefillEnded:
-    """The prefill worker will say nothing more about this request, for better or worse."""
+    """The prefill worker will say nothing more about this request, for better or worse. `gone`: because it is gone, and why."""
+
+    gone: str | None = None
 
 
 Mail = WorkerMessage | WorkerGone | _PrefillRefused | _PrefillEnded | _Deadline
@@ -281,6 +285,8 @@ class Dispatcher:
                         request.prompt_logprobs.add(mail)
                 elif isinstance(mail, _PrefillEnded):
                     has_prefill_ended = True
+                    if mail.gone is not None and not has_first_token:
+                        decode.client.send(PrefillLost(request_id=request_id, reason=mail.gone))
                 elif isinstance(mail, RequestFailed):
                     error = _as_error(mail)
                     if mail.retryable:
@@ -381,7 +387,7 @@ class Dispatcher:
         if isinstance(mail, RequestFailed) and mail.error_type in ("overloaded", "unavailable", "invalid_request"):
             mailbox.put(_PrefillRefused(_as_error(mail)))
         else:
-            mailbox.put(_PrefillEnded())
+            mailbox.put(_PrefillEnded(mail.reason if isinstance(mail, WorkerGone) else None))
 
 
 def _max_mails(request: EngineRequest) -> int:

@@ -25,7 +25,7 @@ from shared.engine.engine_core import EngineCore, StepResult
 from shared.ids import new_incarnation
 from shared.lease_keeper import LeaseKeeper
 from shared.membership import WorkerRecord, WorkerStats
-from shared.messages import AbortRequest, DecodeRequest, PrefillRequest, RequestFailed, RouterMessage
+from shared.messages import AbortRequest, DecodeRequest, PrefillLost, PrefillRequest, RequestFailed, RouterMessage
 from shared.model_files.model_source import ModelSource
 from shared.model_files.weight_reader import PendingWeights
 from shared.transport.frames import KVDtype
@@ -85,6 +85,10 @@ class WorkerLoop(ABC):
     @abstractmethod
     def abort(self, message: AbortRequest) -> None:
         """rpc thread: forget the request and give its blocks back; unknown ids are ignored."""
+
+    def forget_prefill(self, message: PrefillLost) -> None:
+        """rpc thread: no KV will come from there. Only decode is told so."""
+        logger.warning("a router takes this %s worker for one that decodes", self.role)
 
     @abstractmethod
     def routers_in_use(self) -> set[bytes]:
@@ -207,6 +211,9 @@ class WorkerLoop(ABC):
     def _on_message(self, router: bytes, message: RouterMessage) -> None:
         if isinstance(message, AbortRequest):
             self.abort(message)
+            return
+        if isinstance(message, PrefillLost):
+            self.forget_prefill(message)
             return
         problem = self._refusal(message)
         if problem is not None:

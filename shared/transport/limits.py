@@ -20,9 +20,13 @@ DISCONNECT_GRACE_S = 0.25
 """A control connection that is not back after this is a dead peer."""
 TICK_S = 0.05
 """How often the deadlines are looked at while transfers live."""
-DEAD_WIRE_FACTOR = 10
-"""Times the progress timeout: a transfer of which nothing was acknowledged for this long has lost its lanes, though control lives.
-Not less, since a slow wire that lives is not to be cut."""
-RENEW_FRACTION = 1 / 3
-STALL_FRACTION = 1 / 2
-"""Fractions of the progress timeout: after which a silent sender renews, and a stalled one asks what arrived."""
+HEARTBEAT_S = 0.4
+"""How often a peer with which transfers live is told that we do too."""
+LATE_TICK_S = 0.5
+"""Who looks at the deadlines this late was held up himself: what peers sent meanwhile is still to be read."""
+DEAD_WIRE_S = 30.0
+"""A transfer of which nothing was acknowledged for this long has lost its lanes, though control lives. Not less, since a slow wire that
+lives is not to be cut."""
+RENEW_S = 1.0
+STALL_S = 1.5
+"""After which a silent sender renews a transfer, and a stalled one asks what arrived."""

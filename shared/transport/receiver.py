@@ -17,7 +17,7 @@ from shared.transport import control
 from shared.transport.connector import BlockMemory, ReceiverEvents
 from shared.transport.curve import CurveKeys, DoorKeeper, load_key_file, serve_with
 from shared.transport.kv_layout import KVLayout
-from shared.transport.limits import DISCONNECT_GRACE_S, TICK_S
+from shared.transport.limits import DISCONNECT_GRACE_S, HEARTBEAT_S, TICK_S
 from shared.transport.receiver_state import ReceiverState
 from shared.transport.transport_name import network_identity
 from shared.transport.zmq_sockets import (
@@ -273,7 +273,8 @@ class KVReceiver:
 
     def _watch_peers(self) -> None:
         now = self._clock.now_s()
-        interval = TICK_S if now < self._is_suspicious_until_s or self._unreachable_s else _PROBE_INTERVAL_S
+        is_suspicious = now < self._is_suspicious_until_s or bool(self._unreachable_s)
+        interval = TICK_S if is_suspicious else HEARTBEAT_S if self.state.num_transfers else _PROBE_INTERVAL_S
         if now - self._last_probe_s >= interval:
             self._last_probe_s = now
             for peer, incarnation in self.state.peers():

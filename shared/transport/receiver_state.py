@@ -22,7 +22,7 @@ from shared.transport.connector import BlockMemory, CommitInfo, ReceiverEvents, 
 from shared.transport.frames import ChecksumCode, DataHeader, Flags, MessageType, checksum
 from shared.transport.grant import Grant, GrantPhase
 from shared.transport.kv_layout import KVLayout
-from shared.transport.limits import MAX_TOMBSTONES, MAX_WAITING_OFFERS, OFFER_WAIT_S
+from shared.transport.limits import LATE_TICK_S, MAX_TOMBSTONES, MAX_WAITING_OFFERS, OFFER_WAIT_S
 from shared.transport.seq_ranges import to_ranges
 from shared.transport.shared_segment import SegmentOffer, SegmentReader
 from shared.transport.transport_name import TransportName, allowed
@@ -53,6 +53,7 @@ class _Peer:
     incarnation: int
     num_lanes: int
     transport: TransportName
+    last_heard_s: float
     offer: SegmentOffer | None = None
     segment: SegmentReader | None = None
     probes: dict[int, Probe] = field(default_factory=dict)
@@ -123,6 +124,7 @@ class ReceiverState:
         self._tombstones: OrderedDict[str, _Tombstone] = OrderedDict()
         self._outbox: deque[_Event] = deque()
         self._slot_gen = 0
+        self._last_tick_s = 0.0
         self._is_draining = False
         self._credit_batch = max(1, settings.kv_credits // 4)
         self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
@@ -263,6 +265,8 @@ class ReceiverState:
 
     def on_control(self, peer: str, message: control.AnyControl, blob: bytes = b"") -> None:
         with self._lock:
+            if peer in self._peers and message.src_incarnation == self._peers[peer].incarnation:
+                self._peers[peer].last_heard_s = self._clock.now_s()
             if message.dst_incarnation != self._incarnation:
                 self._counters["control_ignored"] += 1
                 self._refuse_connection(peer, message, "this is another process than the one you look for; it restarted")
@@ -338,6 +342,13 @@ class ReceiverState:
         with self._lock:
             now = self._clock.now_s()
             timeout = self._settings.kv_progress_timeout_s
+            is_late, self._last_tick_s = now - self._last_tick_s > LATE_TICK_S, now
+            granting = {grant.peer for grant in self._grants.values()}
+            for key, peer in list(self._peers.items()):
+                if is_late:
+                    peer.last_heard_s = now
+                elif key in granting and now - peer.last_heard_s > self._settings.kv_peer_timeout_s:
+                    self._lose_peer(key, f"the prefill worker has been silent for {self._settings.kv_peer_timeout_s} s")
             for grant in list(self._grants.values()):
                 if now > grant.deadline_s:
                     self._fail(grant, "the request's deadline passed during the KV transfer")
@@ -414,7 +425,7 @@ class ReceiverState:
         if known is not None and (known.incarnation, known.offer) == (message.src_incarnation, message.segment):
             return known
         for name in allowed(self._settings.kv_transport):
-            chosen = _Peer(message.worker_id, message.src_incarnation, 0, name, message.segment)
+            chosen = _Peer(message.worker_id, message.src_incarnation, 0, name, self._clock.now_s(), message.segment)
             if name not in message.transports or (name == "ipc" and not (self._ipc_endpoints and message.network == self._network != "")):
                 continue
             if name == "shm":

@@ -18,7 +18,7 @@ from shared.transport import control
 from shared.transport.connector import BlockMemory, SenderEvents, SenderWire
 from shared.transport.frames import ChecksumCode, DataHeader, Flags, KVPart, MessageType, checksum
 from shared.transport.kv_layout import KVLayout
-from shared.transport.limits import DEAD_WIRE_FACTOR, HELLO_RETRY_S, HELLO_TIMEOUT_S, RENEW_FRACTION, STALL_FRACTION
+from shared.transport.limits import DEAD_WIRE_S, HEARTBEAT_S, HELLO_RETRY_S, HELLO_TIMEOUT_S, LATE_TICK_S, RENEW_S, STALL_S
 from shared.transport.sender_transfer import Chunk, CommitRequest, Phase, SenderTransfer
 from shared.transport.seq_ranges import from_ranges
 from shared.transport.shared_segment import SegmentOffer
@@ -49,6 +49,7 @@ class _Connection:
     opened_s: float
     last_hello_s: float
     last_heard_s: float
+    last_heartbeat_s: float = 0.0
     is_ready: bool = False
     is_draining: bool = False
     num_lanes: int = 0
@@ -89,6 +90,7 @@ class SenderState:
         self._wire = wire
         self._segment = segment
         self._network = network
+        self._last_tick_s = 0.0
         self._connections: dict[str, _Connection] = {}
         self._transfers: dict[str, SenderTransfer] = {}
         self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
@@ -224,8 +226,11 @@ class SenderState:
     def tick(self) -> None:
         """Look at every deadline; call at least every TICK_S while transfers live."""
         now = self._clock.now_s()
-        timeout = self._settings.kv_progress_timeout_s
+        timeout = self._settings.kv_peer_timeout_s
+        is_late, self._last_tick_s = now - self._last_tick_s > LATE_TICK_S, now
         for connection in list(self._connections.values()):
+            if is_late:
+                connection.last_heard_s = now
             if not connection.is_ready:
                 if now - connection.opened_s > HELLO_TIMEOUT_S:
                     self.on_peer_lost(connection.key, f"the decode worker did not answer HELLO within {HELLO_TIMEOUT_S} s")
@@ -241,16 +246,18 @@ class SenderState:
                 self.on_peer_lost(known.key, f"the decode worker has been silent for {timeout} s")
             else:
                 self._keep_alive(transfer, now)
+                if now - known.last_heartbeat_s > HEARTBEAT_S:
+                    known.last_heartbeat_s = now
+                    self._wire.send_control(known.key, control.Renew(src_incarnation=self._incarnation, dst_incarnation=known.incarnation))
 
     def _keep_alive(self, transfer: SenderTransfer, now: float) -> None:
-        timeout = self._settings.kv_progress_timeout_s
         is_waiting = bool(transfer.in_flight) or transfer.phase is Phase.COMMIT_SENT
-        if is_waiting and now - max(transfer.last_progress_s, transfer.last_fence_s) > timeout * STALL_FRACTION:
+        if is_waiting and now - max(transfer.last_progress_s, transfer.last_fence_s) > STALL_S:
             self._send_fence(transfer)
-        if is_waiting and now - transfer.last_progress_s > timeout * DEAD_WIRE_FACTOR:
-            self._fail(transfer, f"the decode worker acknowledged no chunk for {timeout * DEAD_WIRE_FACTOR:g} s")
+        if is_waiting and now - transfer.last_progress_s > DEAD_WIRE_S:
+            self._fail(transfer, f"the decode worker acknowledged no chunk for {DEAD_WIRE_S:g} s")
             return
-        if now - transfer.last_control_s < timeout * RENEW_FRACTION:
+        if now - transfer.last_control_s < RENEW_S:
             return
         if transfer.phase is Phase.OFFERED:
             self._send_offer(transfer)

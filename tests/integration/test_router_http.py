@@ -29,7 +29,7 @@ from services.router.served_model import ServedModel
 from shared.block_hash import hash_full_blocks, root_hash
 from shared.config import load_settings
 from shared.membership import blocks_key, worker_key
-from shared.messages import AbortRequest, DecodeRequest, PrefillRequest, RequestFailed, WorkerMessage, WorkerTiming
+from shared.messages import AbortRequest, DecodeRequest, PrefillLost, PrefillRequest, RequestFailed, WorkerMessage, WorkerTiming
 from shared.sampling_params import BeamSearchParams
 from shared.telemetry import setup_tracing
 
@@ -725,6 +725,20 @@ def test_hanging_up_aborts_at_both_workers(bare: Stack, body: dict[str, object],
     eventually(lambda: decode.aborted() == started == prefill.aborted(), 1.0)
     eventually(lambda: f'pagewire:client_disconnects_total{{model_name="{SERVED}"}} 1.0' in bare.client.get("/metrics").text, 1.0)
     assert f'pagewire:requests_in_flight{{model_name="{SERVED}"}} 0.0' in bare.client.get("/metrics").text
+
+
+def test_decode_is_told_of_the_death_of_prefill(bare: Stack) -> None:
+    prefill = bare.join("prefill", "p")
+    decode = bare.join("decode", "d", Script(first_delay_s=2.0))
+    bare.wait_ready()
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(bare.complete)
+        eventually(lambda: decode.of_kind(DecodeRequest) and prefill.of_kind(PrefillRequest))
+        prefill.kill()
+        eventually(lambda: decode.of_kind(PrefillLost), 2.0)
+        request = decode.of_kind(DecodeRequest)[0]
+        assert [message.request_id for message in decode.of_kind(PrefillLost)] == [request.request_id]
+        assert answer.result().status_code == 200
 
 
 def test_death_before_the_first_token_is_retried_elsewhere(bare: Stack) -> None:

@@ -16,6 +16,7 @@ from shared.membership import WorkerRecord, WorkerStats
 from shared.messages import (
     AbortRequest,
     DecodeRequest,
+    PrefillLost,
     PrefillRequest,
     PromptLogprobs,
     RequestFailed,
@@ -160,6 +161,8 @@ class StubWorker:
         if isinstance(message, AbortRequest):
             for key in [key for key in self._jobs if key[0] == message.request_id and message.sequence_index in (None, key[1])]:
                 del self._jobs[key]
+            return
+        if isinstance(message, PrefillLost):
             return
         failure = self.script.failure(message)
         if failure is not None:
