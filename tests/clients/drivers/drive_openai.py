@@ -1,4 +1,4 @@
-"""The OpenAI SDK: sync and async, whole and streamed, several answers, logprobs, a schema, and its error classes."""
+"""The OpenAI SDK: sync and async, whole and streamed, responses, several answers, logprobs, a schema, and its error classes."""
 
 from __future__ import annotations
 
@@ -101,6 +101,24 @@ def chat(client: OpenAI, model: str) -> None:
     assert set(json.loads(shaped.choices[0].message.content or "")) == {"city"}
 
 
+def responses(client: OpenAI, model: str) -> None:
+    whole = client.responses.create(model=model, input="What is the capital of France?", instructions="Be brief.", temperature=0)
+    assert whole.status == "completed"
+    assert whole.output_text
+    assert whole.usage is not None
+    assert whole.usage.total_tokens == whole.usage.input_tokens + whole.usage.output_tokens
+    events = list(client.responses.create(model=model, input=MESSAGES, max_output_tokens=4, temperature=0, stream=True))
+    assert events[0].type == "response.created"
+    assert events[-1].type == "response.incomplete"
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == events[-1].response.output_text
+    try:
+        client.responses.retrieve(whole.id)
+    except openai.NotFoundError:
+        pass
+    else:
+        raise AssertionError("a response was stored")
+
+
 def errors(client: OpenAI, model: str) -> None:
     try:
         client.completions.create(model="no-such-model", prompt=PROMPT)
@@ -154,7 +172,7 @@ async def asynchronous(client: AsyncOpenAI, model: str) -> None:
 
 def main(base_url: str, model: str) -> None:
     client = OpenAI(base_url=f"{base_url}/v1", api_key="not-needed", max_retries=0, timeout=120)
-    for part in (models, completions, chat, errors):
+    for part in (models, completions, chat, responses, errors):
         part(client, model)
         print(f"openai: {part.__name__} works", flush=True)
     asyncio.run(asynchronous(AsyncOpenAI(base_url=f"{base_url}/v1", api_key="not-needed", max_retries=0, timeout=120), model))
