@@ -159,6 +159,9 @@ def keys(file: Annotated[Path, typer.Argument(metavar="FILE", help="Where the ke
 
 
 def _joined(api_keys: list[str] | None) -> str | None:
+    # As a variable of the router's process an empty key would be none at all, and the server open.
+    if api_keys and not all(api_keys):
+        raise ConfigurationError("--api-key is empty: give the key, or leave the option out to do without")
     return ",".join(api_keys) if api_keys else None
 
 

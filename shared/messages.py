@@ -212,5 +212,5 @@ def decode_batch(frame: bytes) -> list[WorkerMessage]:
     """Raises ProtocolError on anything that is not a list of valid messages of this version."""
     try:
         return _worker_messages.decode(frame)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ProtocolError(f"invalid message from a worker: {error}") from error

@@ -34,7 +34,8 @@ const char* launch_clusters(void (*kernel)(Parameters...), int64_t num_rows, int
     config.attrs = &cluster;
     config.numAttrs = num_slices > 1 ? 1 : 0;
     const cudaError_t error = cudaLaunchKernelEx(&config, kernel, arguments...);
-    return error == cudaSuccess ? last_error() : cudaGetErrorString(error);
+    const char* const remembered = last_error();  // forgotten with this, or a launch that is tried next would seem to have failed too
+    return error == cudaSuccess ? remembered : cudaGetErrorString(error);
 }
 
 template <typename T>

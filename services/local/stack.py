@@ -10,6 +10,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -24,6 +25,7 @@ from shared.errors import ConfigurationError
 from shared.model_files.model_source import ModelSource, resolve_model
 from shared.worker.process import on_termination
 
+_API_KEYS = "PAGEWIRE_API_KEYS"
 READY_TIMEOUT_S = 600.0
 WATCH_INTERVAL_S = 0.1
 STOP_TIMEOUT_S = 3.0
@@ -111,7 +113,7 @@ class Stack:
         if redis_url is None:
             port = free_port()
             redis_url = f"redis://127.0.0.1:{port}/0"
-            self._redis = Child("redis", server_command(port), os.environ, reports_status=False)
+            self._redis = Child("redis", server_command(port), _without_keys(os.environ), reports_status=False)
             self._redis.start()
         # A Redis of the user's may serve other stacks too: their workers must not be taken for ours.
         suffix = "" if self._redis is not None else f"@{socket.gethostname()}:{settings.port}"
@@ -124,16 +126,16 @@ class Stack:
                 self._add(role, name, redis_url, extra)
         extra = {"PAGEWIRE_HOST": settings.host, "PAGEWIRE_PORT": str(settings.port), "PAGEWIRE_AGGREGATED": str(settings.aggregated)}
         if settings.api_keys is not None:
-            extra["PAGEWIRE_API_KEYS"] = settings.api_keys.get_secret_value()
+            extra[_API_KEYS] = settings.api_keys.get_secret_value()
         self._add("router", "router", redis_url, extra)
 
     def _add(self, role: str, name: str, redis_url: str, extra: dict[str, str]) -> None:
         # The terminal is for the user: what services log as information is shown on request (PAGEWIRE_LOG_LEVEL=info).
-        environ = {"PAGEWIRE_LOG_LEVEL": "warning", **os.environ, "PAGEWIRE_MODEL": self._settings.model, **extra}
+        environ = {"PAGEWIRE_LOG_LEVEL": "warning", **_without_keys(os.environ), "PAGEWIRE_MODEL": self._settings.model, **extra}
         environ["PAGEWIRE_KV_TRANSPORT"] = self._settings.kv_transport
         environ |= {"REDIS_URL": redis_url, "PAGEWIRE_REDIS_URL": redis_url}
         # What was settled here must not be settled otherwise for one role.
-        for setting in ("MODEL", "REDIS_URL", "HOST", "PORT", "WORKER_ID", "AGGREGATED", "API_KEYS"):
+        for setting in ("MODEL", "REDIS_URL", "HOST", "PORT", "WORKER_ID", "AGGREGATED"):
             environ.pop(f"PAGEWIRE_{role.upper()}_{setting}", None)
         child = Child(name, [sys.executable, "-m", f"services.{role}"], environ)
         child.start()
@@ -214,6 +216,11 @@ class Stack:
     @staticmethod
     def _emit(event: dict[str, object]) -> None:
         print(json.dumps(event), flush=True)
+
+
+def _without_keys(environ: Mapping[str, str]) -> dict[str, str]:
+    """Only the router gets the API keys, and as they were settled here."""
+    return {name: value for name, value in environ.items() if name not in (_API_KEYS, "PAGEWIRE_ROUTER_API_KEYS")}
 
 
 def _answers(url: str) -> bool:

@@ -8,6 +8,7 @@ device, nor on the last digits of the logits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -144,18 +145,22 @@ def _penalise(logits: torch.Tensor, rows: Sequence[SamplingRow], penalised: list
 
 
 def raw_logprobs(logits: torch.Tensor, rows: Sequence[SamplingRow], tokens: torch.Tensor) -> dict[int, TokenLogprobs]:
-    """By row, for the rows that ask: raw log-softmax in fp32, before bias, penalties and temperature."""
+    """By row, for the rows that ask: raw log-softmax in fp32, before bias, penalties and temperature.
+
+    Raises ValueError when one is no number: none can be sent, and a message that says so would spoil the frame of the whole batch.
+    """
     asked = {index: row.params.num_logprobs for index, row in enumerate(rows) if row.params.num_logprobs is not None}
     if not asked:
         return {}
     row_ids = _tensor(list(asked), torch.int64, logits.device)
     num_top = min(max(asked.values()), logits.shape[1])
     results = sampling.token_logprobs(logits, row_ids, tokens[row_ids], num_top)
-    answers = zip(asked.items(), *(result.tolist() for result in results), strict=True)
-    return {
-        index: TokenLogprobs(logprob=logprob, rank=rank, top_token_ids=tuple(top_ids[:num]), top_logprobs=tuple(top_logprobs[:num]))
-        for (index, num), logprob, rank, top_ids, top_logprobs in answers
-    }
+    found: dict[int, TokenLogprobs] = {}
+    for (index, num), logprob, rank, top_ids, top_logprobs in zip(asked.items(), *(result.tolist() for result in results), strict=True):
+        if not all(map(math.isfinite, (logprob, *top_logprobs[:num]))):
+            raise ValueError("the model's log-probabilities are not finite numbers")
+        found[index] = TokenLogprobs(logprob=logprob, rank=rank, top_token_ids=tuple(top_ids[:num]), top_logprobs=tuple(top_logprobs[:num]))
+    return found
 
 
 def _tensor(values: Sequence[object], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

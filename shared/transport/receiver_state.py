@@ -445,7 +445,8 @@ class ReceiverState:
         if peer is None or header.dst_incarnation != self._incarnation or not 0 <= lane < peer.num_lanes:
             self._counters["stale_frames"] += 1
             return
-        probe = peer.probes.setdefault(lane, Probe())
+        # A lane opened again is measured anew: the time between two connections is not the wire's.
+        probe = peer.probes[lane] = Probe() if header.chunk_seq == 0 else peer.probes.get(lane, Probe())
         probe.take(header.payload_nbytes, self._clock.now_s(), is_last=Flags.LAST in header.flags)
         if len(peer.probes) == peer.num_lanes and all(other.is_complete for other in peer.probes.values()):
             self._report(peer, sum(other.bytes_per_s for other in peer.probes.values()))

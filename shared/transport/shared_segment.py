@@ -42,15 +42,11 @@ class SharedSegment:
     def __init__(self, size_bytes: int) -> None:
         """Raises OSError where the system has no such memory (Linux 5.1 has)."""
         nonce = secrets.token_bytes(_NONCE_NBYTES)
-        self._fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(self._fd, size_bytes + _NONCE_NBYTES)
-            self._map = mmap.mmap(self._fd, size_bytes + _NONCE_NBYTES, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-            self._map[size_bytes:] = nonce
-            fcntl.fcntl(self._fd, _F_ADD_SEALS, _SEALS)
-        except BaseException:
-            os.close(self._fd)
-            raise
+        self._fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)  # closed in __del__, also when what follows fails
+        os.ftruncate(self._fd, size_bytes + _NONCE_NBYTES)
+        self._map = mmap.mmap(self._fd, size_bytes + _NONCE_NBYTES, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        self._map[size_bytes:] = nonce
+        fcntl.fcntl(self._fd, _F_ADD_SEALS, _SEALS)
         self.view = memoryview(self._map)[:size_bytes]
         self.offer = SegmentOffer(pid=os.getpid(), fd=self._fd, size_bytes=size_bytes, nonce=nonce.hex())
 

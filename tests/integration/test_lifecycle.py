@@ -63,8 +63,12 @@ def test_a_killed_worker_is_restarted_and_serves_again() -> None:
         running.wait_until_idle()
 
 
-def test_children_end_when_the_launcher_is_killed() -> None:
-    with LocalStack() as running:
+def test_only_the_router_gets_the_api_keys_and_children_end_when_the_launcher_is_killed() -> None:
+    with LocalStack(api_keys="sesame", router_api_keys="open") as running:
+        environs = {name: Path(f"/proc/{pid}/environ").read_bytes() for name, pid in running.pids.items()}
+        assert {name for name, environ in environs.items() if b"API_KEYS" in environ} == {"router"}
+        assert b"PAGEWIRE_API_KEYS=open\0" in environs["router"]
+        assert b"sesame" not in environs["router"]
         running.process.kill()
         deadline_s = time.monotonic() + 5
         while any(is_alive(pid) for pid in running.pids.values()):

@@ -25,6 +25,7 @@ from stub_worker import Script, StubWorker, prompt_parts
 
 from services.router import __main__ as router_main
 from services.router.__main__ import load_model
+from services.router.http import http_edge
 from services.router.served_model import ServedModel
 from shared.block_hash import hash_full_blocks, root_hash
 from shared.config import load_settings
@@ -1159,6 +1160,17 @@ def test_sigterm_ends_the_process_within_three_seconds_even_with_a_request_runni
     process.stderr.close()
     for worker in workers:
         worker.close()
+
+
+def test_a_body_that_does_not_come_is_given_up_and_its_connection_with_it(bare: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_edge, "BODY_TIMEOUT_S", 0.3)
+    with socket.create_connection(bare.listener.getsockname(), timeout=3) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 500\r\n\r\n{")
+        answer = b""
+        while part := connection.recv(65536):
+            answer += part
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == 408
 
 
 def test_a_bug_is_answered_with_the_error_object(bare: Stack, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,9 @@ def error_response(error: PagewireError, headers: dict[str, str] | None = None) 
     headers = dict(headers or {})
     if error.http_status == 401:
         headers["WWW-Authenticate"] = "Bearer"
+    if error.http_status == 408:
+        # The rest of the body may go on coming for ever, and while it does the server would keep the connection.
+        headers["Connection"] = "close"
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     return Response(orjson.dumps(body), error.http_status, headers, media_type="application/json")

@@ -52,7 +52,6 @@ _OF_OTHERS: dict[str, tuple[object, ...]] = {
 # Fields that change nothing here and are sent by many clients.
 _WITHOUT_EFFECT = frozenset(
     {
-        "metadata",
         "parallel_tool_calls",
         "prompt_cache_key",
         "prompt_cache_retention",

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from decode_harness import DecodeHarness
 from tiny_models import TINY_CONFIG, with_changes, write_tiny_hf
 
+from shared.messages import decode_batch, encode_batch
 from shared.model_files.model_source import ModelSource, resolve_model
 from shared.sampling_params import BeamSearchParams
 
@@ -166,3 +168,24 @@ def test_a_failed_draw_ends_the_request_with_its_siblings(source: ModelSource, m
         decode.turn()
         assert [failure.message for failure in decode.failures()] == ["sampling failed: no draw"]
         assert decode.num_used == 0 and not decode.worker._jobs
+
+
+def test_a_row_whose_log_probabilities_are_no_numbers_fails_alone(source: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tokens of a step are one frame: what cannot be written in it must not get there."""
+    with DecodeHarness(source) as decode:
+        compute_logits = decode.worker.engine.runner.compute_logits
+
+        def spoil_the_second(hidden: torch.Tensor) -> torch.Tensor:
+            logits = compute_logits(hidden).clone()
+            logits[1:] = float("nan")
+            return logits
+
+        monkeypatch.setattr(decode.worker.engine.runner, "compute_logits", spoil_the_second)
+        for name in ("a", "b"):
+            decode.submit(name, [5, 9, 7], temperature=0.0, max_tokens=4, ignore_eos=True, num_logprobs=2)
+        decode.run()
+        (failure,) = decode.failures()
+        assert failure.error_type == "internal"
+        assert len(decode.answers("b" if failure.request_id == "a" else "a")[0]) == 4
+        assert [message for frame in encode_batch(decode.sent) for message in decode_batch(frame)] == decode.sent
+        assert decode.num_used == 0

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 import subprocess
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from shared.errors import TransferError
+from shared.transport import shared_segment
 from shared.transport.shared_segment import SegmentOffer, SegmentReader, SharedSegment
 
 
@@ -62,6 +64,19 @@ def test_any_other_file_is_refused(change: dict[str, object]) -> None:
     offer = SegmentOffer.model_validate({**segment.offer.model_dump(), **change})
     with pytest.raises(TransferError):
         SegmentReader(offer)
+
+
+def test_where_there_are_no_such_seals_one_descriptor_is_closed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_segment, "_SEALS", 1 << 14)  # unknown to every kernel
+    num_open = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError) as caught:
+        SharedSegment(1 << 12)
+    other = os.open("/dev/null", os.O_RDONLY)  # a second close would be of this one, had it the number of the first
+    del caught
+    gc.collect()
+    os.fstat(other)
+    os.close(other)
+    assert len(os.listdir("/proc/self/fd")) == num_open
 
 
 def test_an_unsealed_file_is_refused() -> None:

@@ -1,5 +1,6 @@
 """One transfer at a time through both state machines on the in-memory twin: the rules of KVX/1, one by one."""
 
+import logging
 import threading
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from shared.errors import TransferError
 from shared.transport import control
 from shared.transport.frames import DataHeader, checksum
 from shared.transport.memory import FaultPlan
+from shared.transport.wire_speed import probe_headers
 
 
 def _grant_of(pair: MemoryPair):
@@ -333,6 +335,23 @@ def test_frame_of_another_grant_is_counted_and_writes_nothing(changes):
     pair.receiver.on_data(0, replace(sent[0], block_index=1, chunk_seq=5, **changes).pack(), payload)
     assert set(pair.target.read(14)) == {7}
     assert pair.receiver.counters()["stale_frames"] == 1
+
+
+def test_a_wire_is_measured_anew_when_it_is_opened_again(caplog):
+    caplog.set_level(logging.INFO)
+    pair = MemoryPair()
+    pair.offer(16)
+    pair.network.run(0.5)
+    probes = [header.pack() for header in probe_headers(LAYOUT, 1, 11, 22)]
+    for lane in range(SETTINGS.kv_lanes):
+        pair.receiver.on_data(lane, probes[0], memoryview(b""))  # and there the connection broke
+    pair.clock.advance(3600.0)
+    for probe in probes:
+        for lane in range(SETTINGS.kv_lanes):
+            pair.clock.advance(1e-6)
+            pair.receiver.on_data(lane, probe, memoryview(b""))
+    assert "KV wire from prefill-0: tcp, " in caplog.text
+    assert "is slow" not in caplog.text
 
 
 def test_chunk_for_a_block_that_was_not_granted_fails_the_transfer():

@@ -156,7 +156,17 @@ def test_a_large_batch_is_cut_into_frames_that_a_router_takes() -> None:
 
 
 @pytest.mark.parametrize(
-    "frame", [b"", b"[", b"{}", b"null", b'[{"kind":"ping","version":1}]', b'[{"kind":"ping","version":2,"x":1}]', b"[{}]"]
+    "frame",
+    [
+        b"",
+        b"[",
+        b"{}",
+        b"null",
+        b'[{"kind":"ping","version":1}]',
+        b'[{"kind":"ping","version":2,"x":1}]',
+        b"[{}]",
+        pytest.param(b'[{"x":' + b"[" * 100_000, id="nested"),
+    ],
 )
 def test_a_frame_that_is_no_list_of_messages_of_this_version_is_refused(frame: bytes) -> None:
     with pytest.raises(ProtocolError):
