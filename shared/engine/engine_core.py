@@ -60,7 +60,9 @@ class EngineCore:
         on_evicted: Callable[[Iterable[BlockHash]], None],
         progress: Callable[[float], None] | None = None,
         pending: PendingWeights | None = None,
+        is_cache_shared: bool = False,
     ) -> None:
+        """`is_cache_shared`: other processes of this host may read the KV cache."""
         self.settings = settings
         self.config = source.config
         self.device = torch.device("cpu")
@@ -79,8 +81,7 @@ class EngineCore:
             self.config.max_model_len, settings.max_model_len or self.config.max_model_len, num_blocks * settings.block_size
         )
         model = LlamaForCausalLM(self.config, weights, RotaryTable(self.config, self.max_model_len, self.device))
-        is_shared = settings.kv_transport in ("auto", "shm")
-        self.cache = KVCache(self.config, num_blocks, settings.block_size, self.dtype, is_shared)
+        self.cache = KVCache(self.config, num_blocks, settings.block_size, self.dtype, is_cache_shared)
         self.root = root_hash(source.fingerprint, self.dtype_name, settings.block_size)
         pool = BlockPool(num_blocks, lambda h: on_cached([h]), lambda h: on_evicted([h]))
         self.manager = KVCacheManager(pool, settings.block_size, self.root, settings.enable_prefix_caching, self.cache.copy_block)

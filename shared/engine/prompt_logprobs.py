@@ -13,6 +13,8 @@ from kernels import sampling
 from shared.batch import ScheduledRequest
 from shared.messages import PromptLogprobs, TokenLogprobs
 
+LOWEST_LOGPROB = -9999.0
+"""Stands for minus infinity."""
 MAX_LOGITS = 1 << 23
 """Elements of one slice of logits: 32 MiB of fp32. Also what bounds the size of a message."""
 
@@ -46,7 +48,12 @@ def _score(row: ScheduledRequest, start: int, end: int, logits: torch.Tensor) ->
         request_id=request.request_id,
         first_position=start + 1,
         entries=tuple(
-            TokenLogprobs(logprob=logprob, rank=rank, top_token_ids=tuple(top_ids), top_logprobs=tuple(top_logprobs))
+            TokenLogprobs(logprob=_finite(logprob), rank=rank, top_token_ids=tuple(top_ids), top_logprobs=tuple(map(_finite, top_logprobs)))
             for logprob, rank, top_ids, top_logprobs in entries
         ),
     )
+
+
+def _finite(logprob: float) -> float:
+    # JSON has no infinity. In this order, since nothing is greater than NaN.
+    return max(LOWEST_LOGPROB, logprob)

@@ -60,7 +60,15 @@ class WorkerLoop(ABC):
         self.advertise_host = settings.advertise_host or settings.bind_host
         self._source = source
         self._writer = RedisPrefixIndexWriter(settings.redis_namespace, self.worker_id, self.incarnation)
-        self.engine = EngineCore(source, settings, self._writer.publish, self._writer.withdraw, progress, pending)
+        self.engine = EngineCore(
+            source,
+            settings,
+            self._writer.publish,
+            self._writer.withdraw,
+            progress,
+            pending,
+            self.role == "prefill" and settings.kv_transport in ("auto", "shm"),
+        )
         self.layout = KVLayout(
             model_fingerprint=source.fingerprint,
             dtype=KVDtype[self.engine.dtype_name.upper()],

@@ -82,6 +82,7 @@ class KVReceiver:
             if are_encrypted:
                 serve_with(lane, keys)
                 self._door_keepers += [DoorKeeper(context, clients)] if clients else []
+        is_near_allowed = settings.kv_transport != "tcp"
         self.state = ReceiverState(
             layout=layout,
             memory=memory,
@@ -92,7 +93,7 @@ class KVReceiver:
             worker_id=worker_id,
             wire=self,
             lane_endpoints=tuple(bind_ephemeral(lane, bind_host, host) for lane in lanes),
-            ipc_endpoints=tuple(bind_ipc(lane, f"{incarnation:x}-{index}") for index, lane in enumerate(lanes)),
+            ipc_endpoints=tuple(bind_ipc(lane, f"{incarnation:x}-{index}") for index, lane in enumerate(lanes) if is_near_allowed),
             network=network_identity(),
             are_lanes_encrypted=are_encrypted,
         )

@@ -66,7 +66,7 @@ class SegmentReader:
             # Looked at before it is opened: on another host the number may be anything, even a device.
             if not os.readlink(path).startswith(f"/memfd:{_NAME}") or os.stat(path).st_uid != os.geteuid():
                 raise TransferError("the segment is not on this host, or is another user's")
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise TransferError(f"the segment cannot be reached from here: {error.strerror}") from error
         try:

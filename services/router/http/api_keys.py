@@ -15,6 +15,10 @@ OPEN_PATHS = frozenset({"/", "/health", "/ping", "/ready", "/version", "/metrics
 _SCHEME = b"bearer "
 
 
+def is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path.startswith("/docs/")
+
+
 class ApiKeys:
     """The keys that are accepted; none: everybody may ask. Only their digests are kept."""
 
@@ -27,7 +31,7 @@ class ApiKeys:
 
     def check(self, path: str, authorization: bytes | None) -> None:
         """Raises AuthenticationError unless `authorization`, the header as it came, holds one of the keys or none is needed."""
-        if not self._digests or path in OPEN_PATHS or path.startswith("/docs/"):
+        if not self._digests or is_open(path):
             return
         if authorization is None:
             raise AuthenticationError("this server needs an API key: send it in the header Authorization: Bearer KEY")

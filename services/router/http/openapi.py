@@ -15,6 +15,8 @@ from fastapi_swagger import patch_fastapi
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.json_schema import models_json_schema
 
+from services.router.http.api_keys import is_open
+
 _REF = "#/components/schemas/{model}"
 _BEARER = {"type": "http", "scheme": "bearer", "description": "One of the keys that this server was started with."}
 _MEANINGS: dict[int, str] = {
@@ -252,7 +254,7 @@ def _description(app: FastAPI, body_types: Sequence[type[BaseModel]], needs_key:
         for operation in operations.values():
             # FastAPI adds its own form of error to whatever has a parameter; ours is a 400 of the form above.
             operation["responses"].pop("422", None)
-            if needs_key and path.startswith(("/v1/", "/tokenize", "/detokenize")):
+            if needs_key and not is_open(path):
                 operation["security"] = [{"api_key": []}]
                 reference = {"schema": {"$ref": _REF.format(model="Error")}}
                 operation["responses"]["401"] = {"description": _MEANINGS[401], "content": {"application/json": reference}}
