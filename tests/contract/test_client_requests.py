@@ -57,13 +57,15 @@ def check_usage(usage: dict[str, Any]) -> None:
     assert usage["prompt_tokens_details"]["cached_tokens"] >= 0  # langchain-openai and aiperf report it
 
 
-def check_error(response: httpx.Response, body: dict[str, Any]) -> None:
+def check_error(response: httpx.Response, body: dict[str, Any] | None) -> None:
     """Never a stream, even where one was asked for: clients map the status to a class and show the message."""
     assert response.headers["content-type"].startswith("application/json")
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["code"] == response.status_code
-    if response.status_code == 404:
+    if body is None:
+        assert response.status_code == 404
+    elif response.status_code == 404:
         assert body["model"] in error["message"]
     else:
         assert error["param"] in body
@@ -133,6 +135,20 @@ def check_stream(chunks: list[dict[str, Any]], body: dict[str, Any], is_chat: bo
         assert len(chunks) == (body.get("max_tokens") or body["max_completion_tokens"])
 
 
+def check_responses(response: httpx.Response, body: dict[str, Any]) -> None:
+    answer = response.json() if not body.get("stream") else None
+    if answer is None:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        events = [event.split("\n") for event in response.text.removesuffix("\n\n").split("\n\n")]
+        parsed = [json.loads(data.removeprefix("data: ")) for _, data in events]
+        assert [name.removeprefix("event: ") for name, _ in events] == [event["type"] for event in parsed]
+        assert [event["sequence_number"] for event in parsed] == list(range(len(parsed)))
+        answer = parsed[-1]["response"]
+    assert answer["object"] == "response"
+    assert answer["output"][0]["content"][0]["text"]
+    assert answer["usage"]["total_tokens"] == answer["usage"]["input_tokens"] + answer["usage"]["output_tokens"]
+
+
 def check_other(response: httpx.Response, request: dict[str, Any], model: str) -> None:
     path = request["path"]
     if path == "/v1/models":
@@ -164,6 +180,8 @@ def test_recorded_request_is_answered_as_its_client_needs(stack: Stack, request_
         check_error(response, body)
     elif request_["method"] != "POST":
         check_other(response, request_, stack.model.name)
+    elif request_["path"] == "/v1/responses":
+        check_responses(response, body)
     elif body.get("stream"):
         check_stream(frames(response), body, is_chat)
     else:
@@ -174,7 +192,7 @@ def test_every_client_is_recorded_in_the_version_that_is_run() -> None:
     assert {name: fixture["version"] for name, fixture in FIXTURES.items()} == {name: version_of(name) for name in PACKAGES}
     for fixture in FIXTURES.values():
         answered = {request["path"] for request in fixture["requests"] if request["method"] == "POST" and request["status"] == 200}
-        assert answered == {"/v1/completions", "/v1/chat/completions"}
+        assert answered >= {"/v1/completions", "/v1/chat/completions"}
 
 
 def test_recorder_changes_nothing_and_keeps_one_request_of_each_kind_without_secrets(stack: Stack) -> None:
