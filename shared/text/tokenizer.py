@@ -75,12 +75,12 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids. Special tokens written in `text` become their ids. With `add_special_tokens` a model that wants BOS gets it
         unless the text starts with one already, so it is right for rendered chat templates too: never two."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-        return self._with_bos(ids) if add_special_tokens else ids
+        return self.encode_batch([text], add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """`encode` of each, on all cores."""
-        batch = [encoding.ids for encoding in self._backend.encode_batch(list(texts), add_special_tokens=False)]
+        """`encode` of each, on all cores, and other threads go on: the library keeps the interpreter's lock for as long as a text takes
+        but in a batch."""
+        batch = [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
         return [self._with_bos(ids) for ids in batch] if add_special_tokens else batch
 
     def _with_bos(self, ids: list[int]) -> list[int]:

@@ -1179,3 +1179,22 @@ def test_a_bug_is_answered_with_the_error_object(bare: Stack, monkeypatch: pytes
     check_error(response, 500)
     assert response.headers["x-request-id"]
     assert bare.client.get("/health").status_code == 200
+
+
+def test_a_long_text_holds_nobody_up(stack: Stack) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        gaps = [0.0]
+        refused = pool.submit(stack.complete, prompt="x" * 3_000_000)
+        while not refused.done():
+            start_s = time.monotonic()
+            assert httpx.get(f"{stack.url}/health", timeout=10).status_code == 200
+            gaps.append(time.monotonic() - start_s)
+        check_error(refused.result(), 400, "prompt")
+    assert len(gaps) > 3
+    assert max(gaps) < 0.7
+
+
+def test_after_a_body_that_is_too_large_the_connection_ends(stack: Stack) -> None:
+    response = stack.client.post("/v1/completions", content=b"x" * (10 << 20 | 1), headers={"content-type": "application/json"})
+    check_error(response, 413)
+    assert response.headers["connection"] == "close"

@@ -26,7 +26,7 @@ def error_response(error: PagewireError, headers: dict[str, str] | None = None) 
     headers = dict(headers or {})
     if error.http_status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    if error.http_status == 408:
+    if error.http_status in (408, 413):
         # The rest of the body may go on coming for ever, and while it does the server would keep the connection.
         headers["Connection"] = "close"
     if error.retry_after_s is not None:
