@@ -33,7 +33,8 @@ def stack() -> Iterator[Stack]:
     server = RedisServer()
     stack = Stack(server.url, load_model(load_settings("router", {})), "fuzz")
     stack.join("prefill", "p")
-    stack.join("decode", "d", Script())
+    # Short: without a limit of its own, an answer that ignores EOS fills the context.
+    stack.join("decode", "d", Script(), max_model_len=256)
     stack.wait_ready()
     yield stack
     stack.close()
