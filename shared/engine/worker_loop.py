@@ -67,7 +67,7 @@ class WorkerLoop(ABC):
             self._writer.withdraw,
             progress,
             pending,
-            self.role == "prefill" and settings.kv_transport in ("auto", "shm"),
+            is_cache_shared=self.role == "prefill" and settings.kv_transport in ("auto", "shm"),
         )
         self.layout = KVLayout(
             model_fingerprint=source.fingerprint,
