@@ -30,14 +30,15 @@ from shared.config import Settings
 from shared.ids import new_incarnation
 from shared.messages import KVPeer
 from shared.transport.connector import CommitInfo
-from shared.transport.frames import KVDtype
-from shared.transport.kv_layout import KVLayout
-from shared.transport.receiver import KVReceiver
-from shared.transport.sender import KVSender
-from shared.transport.shared_segment import SegmentOffer, SegmentReader, SharedSegment
-from shared.transport.transport_name import BY_SPEED
-from shared.transport.wire_speed import copy_bytes
-from shared.transport.zmq_sockets import new_context, new_lane_socket
+from shared.transport.protocol.frames import KVDtype
+from shared.transport.protocol.kv_layout import KVLayout
+from shared.transport.protocol.segment_offer import SegmentOffer
+from shared.transport.protocol.transport_name import BY_SPEED
+from shared.transport.receiving.kv_receiver import KVReceiver
+from shared.transport.sending.kv_sender import KVSender
+from shared.transport.wires.shared_segment import SegmentReader, SharedSegment
+from shared.transport.wires.wire_speed import copy_bytes
+from shared.transport.wires.zmq_sockets import new_context, new_lane_socket
 
 
 class ArrayMemory:

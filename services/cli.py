@@ -149,7 +149,7 @@ def keys(file: Annotated[Path, typer.Argument(metavar="FILE", help="Where the ke
 
     In a file that has keys already the new one comes first; the others are let in until you delete their lines.
     """
-    from shared.transport.curve import write_key_file
+    from shared.transport.wires.curve import write_key_file
 
     try:
         public = write_key_file(file).public.decode()

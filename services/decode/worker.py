@@ -49,7 +49,7 @@ from shared.model_files.weight_reader import PendingWeights
 from shared.request import Request, RequestStatus
 from shared.sampling_params import SamplingParams
 from shared.transport.connector import CommitInfo
-from shared.transport.receiver import KVReceiver
+from shared.transport.receiving.kv_receiver import KVReceiver
 
 logger = logging.getLogger(__name__)
 

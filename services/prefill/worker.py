@@ -26,7 +26,7 @@ from shared.messages import AbortRequest, DecodeRequest, PrefillRequest, Request
 from shared.model_files.model_source import ModelSource
 from shared.model_files.weight_reader import PendingWeights
 from shared.request import Request, RequestStatus
-from shared.transport.sender import KVSender
+from shared.transport.sending.kv_sender import KVSender
 
 
 class PrefillWorker(WorkerLoop):

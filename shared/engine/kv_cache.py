@@ -12,7 +12,8 @@ import torch
 
 from kernels.cache_ops import copy_blocks
 from shared.model_files.model_config import ModelConfig
-from shared.transport.shared_segment import SegmentOffer, SharedSegment
+from shared.transport.protocol.segment_offer import SegmentOffer
+from shared.transport.wires.shared_segment import SharedSegment
 
 logger = logging.getLogger(__name__)
 

@@ -28,8 +28,8 @@ from shared.membership import WorkerRecord, WorkerStats
 from shared.messages import AbortRequest, DecodeRequest, PrefillLost, PrefillRequest, RequestFailed, RouterMessage
 from shared.model_files.model_source import ModelSource
 from shared.model_files.weight_reader import PendingWeights
-from shared.transport.frames import KVDtype
-from shared.transport.kv_layout import KVLayout
+from shared.transport.protocol.frames import KVDtype
+from shared.transport.protocol.kv_layout import KVLayout
 from shared.worker.rpc_server import RpcServer
 
 logger = logging.getLogger(__name__)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from shared.transport.control import ControlMessage
-from shared.transport.frames import DataHeader
-from shared.transport.transport_name import TransportName
+from shared.transport.protocol.control import ControlMessage
+from shared.transport.protocol.frames import DataHeader
+from shared.transport.protocol.transport_name import TransportName
 
 
 class BlockMemory(Protocol):

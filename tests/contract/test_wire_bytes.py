@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.errors import ProtocolError
-from shared.transport.frames import ChecksumCode, DataHeader, Flags, KVDtype, KVPart, LayoutCode, MessageType, ScaleCode, checksum
+from shared.transport.protocol.frames import ChecksumCode, DataHeader, Flags, KVDtype, KVPart, LayoutCode, MessageType, ScaleCode, checksum
 
 HEADER = DataHeader(
     msg_type=MessageType.CHUNK,

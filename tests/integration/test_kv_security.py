@@ -19,10 +19,10 @@ from shared.config import Settings
 from shared.errors import ConfigurationError
 from shared.ids import new_incarnation
 from shared.messages import KVPeer
-from shared.transport.curve import CurveKeys, load_key_file, write_key_file
-from shared.transport.memory import BytesMemory
-from shared.transport.receiver import KVReceiver
-from shared.transport.sender import KVSender
+from shared.transport.receiving.kv_receiver import KVReceiver
+from shared.transport.sending.kv_sender import KVSender
+from shared.transport.simulated_network import BytesMemory
+from shared.transport.wires.curve import CurveKeys, load_key_file, write_key_file
 
 NUM_BLOCKS = 8
 ALL = range(NUM_BLOCKS)

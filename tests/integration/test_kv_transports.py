@@ -15,11 +15,12 @@ from shared.clock import SystemClock
 from shared.config import Settings
 from shared.ids import new_incarnation
 from shared.messages import KVPeer
-from shared.transport.frames import DataHeader, Flags
-from shared.transport.memory import BytesMemory
-from shared.transport.receiver import KVReceiver
-from shared.transport.sender import KVSender
-from shared.transport.shared_segment import SegmentOffer, SharedSegment
+from shared.transport.protocol.frames import DataHeader, Flags
+from shared.transport.protocol.segment_offer import SegmentOffer
+from shared.transport.receiving.kv_receiver import KVReceiver
+from shared.transport.sending.kv_sender import KVSender
+from shared.transport.simulated_network import BytesMemory
+from shared.transport.wires.shared_segment import SharedSegment
 
 NUM_BLOCKS = 12
 ALL = range(NUM_BLOCKS)

@@ -18,12 +18,12 @@ from shared.clock import SystemClock
 from shared.errors import ConfigurationError, TransferError
 from shared.ids import new_incarnation, new_transfer_id
 from shared.messages import KVPeer
-from shared.transport.curve import CurveKeys, connect_with
-from shared.transport.frames import KVDtype
-from shared.transport.kv_layout import KVLayout
-from shared.transport.memory import BytesMemory
-from shared.transport.receiver import KVReceiver
-from shared.transport.sender import KVSender
+from shared.transport.protocol.frames import KVDtype
+from shared.transport.protocol.kv_layout import KVLayout
+from shared.transport.receiving.kv_receiver import KVReceiver
+from shared.transport.sending.kv_sender import KVSender
+from shared.transport.simulated_network import BytesMemory
+from shared.transport.wires.curve import CurveKeys, connect_with
 
 PROCESS = Path(__file__).parents[1] / "support" / "kv_transfer_process.py"
 ALL = list(range(NUM_BLOCKS))

@@ -12,9 +12,9 @@ from kv_transfer_pairs import LAYOUT, POISON, SETTINGS, TRACEPARENT, ReceiverLog
 
 from shared.clock import ManualClock
 from shared.messages import KVPeer
-from shared.transport.memory import BytesMemory, FaultPlan, MemoryReceiverWire, MemorySenderWire, SimulatedNetwork
-from shared.transport.receiver_state import ReceiverState
-from shared.transport.sender_state import SenderState
+from shared.transport.receiving.receiver_state import ReceiverState
+from shared.transport.sending.sender_state import SenderState
+from shared.transport.simulated_network import BytesMemory, FaultPlan, MemoryReceiverWire, MemorySenderWire, SimulatedNetwork
 
 NUM_SENDERS, NUM_TRANSFERS, BLOCKS_EACH = 2, 6, 5
 DEADLINE_S = 20.0

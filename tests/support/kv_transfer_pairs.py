@@ -11,11 +11,11 @@ from shared.clock import ManualClock
 from shared.config import Settings
 from shared.messages import KVPeer
 from shared.transport.connector import CommitInfo
-from shared.transport.frames import KVDtype
-from shared.transport.kv_layout import KVLayout
-from shared.transport.memory import BytesMemory, FaultPlan, MemoryReceiverWire, MemorySenderWire, SimulatedNetwork
-from shared.transport.receiver_state import ReceiverState
-from shared.transport.sender_state import SenderState
+from shared.transport.protocol.frames import KVDtype
+from shared.transport.protocol.kv_layout import KVLayout
+from shared.transport.receiving.receiver_state import ReceiverState
+from shared.transport.sending.sender_state import SenderState
+from shared.transport.simulated_network import BytesMemory, FaultPlan, MemoryReceiverWire, MemorySenderWire, SimulatedNetwork
 
 LAYOUT = KVLayout(model_fingerprint="test", dtype=KVDtype.FLOAT32, block_size=4, num_layers=6, num_kv_heads=2, head_dim=16)
 # Four layers to a chunk: two chunks to a block.

@@ -17,8 +17,8 @@ from kv_transfer_pairs import LAYOUT, SETTINGS, TRANSFER, ReceiverLog, SenderLog
 from shared.clock import SystemClock
 from shared.ids import new_incarnation
 from shared.messages import KVPeer
-from shared.transport.receiver import KVReceiver
-from shared.transport.sender import KVSender
+from shared.transport.receiving.kv_receiver import KVReceiver
+from shared.transport.sending.kv_sender import KVSender
 
 NUM_BLOCKS = 16
 NUM_TOKENS = NUM_BLOCKS * LAYOUT.block_size

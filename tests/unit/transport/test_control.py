@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from kv_transfer_pairs import LAYOUT, TRACEPARENT, TRANSFER
 
 from shared.errors import ProtocolError
-from shared.transport import control
+from shared.transport.protocol import control
 
 ADDRESS: control.Address = {
     "transfer_id": TRANSFER,

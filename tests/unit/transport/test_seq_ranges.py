@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.errors import ProtocolError
-from shared.transport.seq_ranges import SeqSet, from_ranges, to_ranges
+from shared.transport.protocol.seq_ranges import SeqSet, from_ranges, to_ranges
 
 
 @settings(max_examples=50, deadline=None)

@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 
 from shared.errors import TransferError
-from shared.transport import shared_segment
-from shared.transport.shared_segment import SegmentOffer, SegmentReader, SharedSegment
+from shared.transport.protocol.segment_offer import SegmentOffer
+from shared.transport.wires import shared_segment
+from shared.transport.wires.shared_segment import SegmentReader, SharedSegment
 
 
 def test_another_process_reads_what_is_written_after_it_looked() -> None:
     segment = SharedSegment(1 << 16)
     code = (
-        "import sys; from shared.transport.shared_segment import *\n"
+        "import sys; from shared.transport.wires.shared_segment import *\n"
         "reader = SegmentReader(SegmentOffer.model_validate_json(sys.argv[1]))\n"
         "print(bytes(reader.read(100, 5)).hex(), flush=True); sys.stdin.readline(); print(bytes(reader.read(100, 5)).decode())"
     )

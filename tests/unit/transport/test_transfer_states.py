@@ -8,10 +8,10 @@ import pytest
 from kv_transfer_pairs import LAYOUT, SETTINGS, TRANSFER, MemoryPair, fill
 
 from shared.errors import TransferError
-from shared.transport import control
-from shared.transport.frames import DataHeader, checksum
-from shared.transport.memory import FaultPlan
-from shared.transport.wire_speed import probe_headers
+from shared.transport.protocol import control
+from shared.transport.protocol.frames import DataHeader, checksum
+from shared.transport.simulated_network import FaultPlan
+from shared.transport.wires.wire_speed import probe_headers
 
 
 def _grant_of(pair: MemoryPair):

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import zmq
 
 from shared.transport.connector import FrameTap
-from shared.transport.frames import DataHeader, MessageType
-from shared.transport.zmq_sockets import SyncSocket, connect, new_context, new_lane_socket
+from shared.transport.protocol.frames import DataHeader, MessageType
+from shared.transport.wires.zmq_sockets import SyncSocket, connect, new_context, new_lane_socket
 
 logger = logging.getLogger(__name__)
 _SEND_TIMEOUT_MS = 100

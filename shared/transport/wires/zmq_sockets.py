@@ -13,8 +13,8 @@ import socket
 import zmq
 
 from shared.errors import ConfigurationError
-from shared.transport.frames import HEADER_NBYTES
-from shared.transport.limits import MAX_CONTROL_BYTES
+from shared.transport.protocol.frames import HEADER_NBYTES
+from shared.transport.protocol.limits import MAX_CONTROL_BYTES
 
 SyncContext = zmq.Context[zmq.Socket[bytes]]
 SyncSocket = zmq.Socket[bytes]

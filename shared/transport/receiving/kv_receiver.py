@@ -13,14 +13,14 @@ from zmq.utils.monitor import recv_monitor_message
 from shared.clock import Clock
 from shared.config import Settings
 from shared.errors import ProtocolError
-from shared.transport import control
 from shared.transport.connector import BlockMemory, ReceiverEvents
-from shared.transport.curve import CurveKeys, DoorKeeper, load_key_file, serve_with
-from shared.transport.kv_layout import KVLayout
-from shared.transport.limits import DISCONNECT_GRACE_S, HEARTBEAT_S, TICK_S
-from shared.transport.receiver_state import ReceiverState
-from shared.transport.transport_name import network_identity
-from shared.transport.zmq_sockets import (
+from shared.transport.protocol import control
+from shared.transport.protocol.kv_layout import KVLayout
+from shared.transport.protocol.limits import DISCONNECT_GRACE_S, HEARTBEAT_S, TICK_S
+from shared.transport.protocol.transport_name import network_identity
+from shared.transport.receiving.receiver_state import ReceiverState
+from shared.transport.wires.curve import CurveKeys, DoorKeeper, load_key_file, serve_with
+from shared.transport.wires.zmq_sockets import (
     SyncContext,
     SyncSocket,
     Waker,

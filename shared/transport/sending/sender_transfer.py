@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from shared.transport.control import Commit
-from shared.transport.frames import DataHeader
+from shared.transport.protocol.control import Commit
+from shared.transport.protocol.frames import DataHeader
 
 
 class Phase(Enum):

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shared.transport.frames import ChecksumCode, DataHeader, Flags, MessageType
-from shared.transport.kv_layout import KVLayout
-from shared.transport.shared_segment import SegmentReader
+from shared.transport.protocol.frames import ChecksumCode, DataHeader, Flags, MessageType
+from shared.transport.protocol.kv_layout import KVLayout
+from shared.transport.wires.shared_segment import SegmentReader
 
 PROBE_BYTES = 8 << 20
 """Sent over each lane: a few milliseconds."""

@@ -14,17 +14,17 @@ from shared.clock import Clock
 from shared.config import Settings
 from shared.errors import PagewireError
 from shared.messages import KVPeer
-from shared.transport import control
 from shared.transport.connector import BlockMemory, SenderEvents, SenderWire
-from shared.transport.frames import ChecksumCode, DataHeader, Flags, KVPart, MessageType, checksum
-from shared.transport.kv_layout import KVLayout
-from shared.transport.limits import DEAD_WIRE_S, HEARTBEAT_S, HELLO_RETRY_S, HELLO_TIMEOUT_S, LATE_TICK_S, RENEW_S, STALL_S
-from shared.transport.sender_transfer import Chunk, CommitRequest, Phase, SenderTransfer
-from shared.transport.seq_ranges import from_ranges
-from shared.transport.shared_segment import SegmentOffer
-from shared.transport.trace_context import split_traceparent
-from shared.transport.transport_name import TransportName, allowed
-from shared.transport.wire_speed import probe_headers
+from shared.transport.protocol import control
+from shared.transport.protocol.frames import ChecksumCode, DataHeader, Flags, KVPart, MessageType, checksum
+from shared.transport.protocol.kv_layout import KVLayout
+from shared.transport.protocol.limits import DEAD_WIRE_S, HEARTBEAT_S, HELLO_RETRY_S, HELLO_TIMEOUT_S, LATE_TICK_S, RENEW_S, STALL_S
+from shared.transport.protocol.segment_offer import SegmentOffer
+from shared.transport.protocol.seq_ranges import from_ranges
+from shared.transport.protocol.trace_context import split_traceparent
+from shared.transport.protocol.transport_name import TransportName, allowed
+from shared.transport.sending.sender_transfer import Chunk, CommitRequest, Phase, SenderTransfer
+from shared.transport.wires.wire_speed import probe_headers
 
 logger = logging.getLogger(__name__)
 COUNTERS = (

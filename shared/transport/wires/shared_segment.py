@@ -14,9 +14,8 @@ import os
 import secrets
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
-
 from shared.errors import TransferError
+from shared.transport.protocol.segment_offer import SegmentOffer
 
 _NAME = "pagewire-kv"
 _NONCE_NBYTES = 32
@@ -24,16 +23,6 @@ _NONCE_NBYTES = 32
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | 0x0010
 _F_GET_SEALS = 1034
 _F_ADD_SEALS = 1033
-
-
-class SegmentOffer(BaseModel):
-    """Where a segment is found. The nonce stands behind its last byte: who reads it there has found this one."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-    pid: int = Field(ge=1, lt=1 << 31)
-    fd: int = Field(ge=0, lt=1 << 31)
-    size_bytes: int = Field(ge=1, lt=1 << 62)
-    nonce: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
 class SharedSegment:

@@ -17,17 +17,17 @@ from shared.clock import Clock
 from shared.config import Settings
 from shared.errors import ProtocolError, TransferError
 from shared.messages import KVPeer
-from shared.transport import control
 from shared.transport.connector import BlockMemory, FrameTap, SenderEvents
-from shared.transport.curve import CurveKeys, connect_with, load_key_file
-from shared.transport.frames import DataHeader
-from shared.transport.kv_layout import KVLayout
-from shared.transport.limits import DISCONNECT_GRACE_S, MAX_CONTROL_BYTES, TICK_S
-from shared.transport.sender_lane import SenderLane
-from shared.transport.sender_state import SenderState
-from shared.transport.shared_segment import SegmentOffer
-from shared.transport.transport_name import network_identity
-from shared.transport.zmq_sockets import SyncSocket, Waker, connect, new_context, new_control_socket
+from shared.transport.protocol import control
+from shared.transport.protocol.frames import DataHeader
+from shared.transport.protocol.kv_layout import KVLayout
+from shared.transport.protocol.limits import DISCONNECT_GRACE_S, MAX_CONTROL_BYTES, TICK_S
+from shared.transport.protocol.segment_offer import SegmentOffer
+from shared.transport.protocol.transport_name import network_identity
+from shared.transport.sending.sender_lane import SenderLane
+from shared.transport.sending.sender_state import SenderState
+from shared.transport.wires.curve import CurveKeys, connect_with, load_key_file
+from shared.transport.wires.zmq_sockets import SyncSocket, Waker, connect, new_context, new_control_socket
 
 logger = logging.getLogger(__name__)
 _IDLE_POLL_S = 1.0

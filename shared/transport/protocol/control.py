@@ -13,12 +13,12 @@ from typing import Annotated, Literal, TypedDict
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from shared.errors import ProtocolError
-from shared.transport.frames import ChecksumCode
-from shared.transport.kv_layout import KVLayout
-from shared.transport.limits import MAX_CONTROL_BYTES
-from shared.transport.seq_ranges import Ranges
-from shared.transport.shared_segment import SegmentOffer
-from shared.transport.transport_name import TransportName
+from shared.transport.protocol.frames import ChecksumCode
+from shared.transport.protocol.kv_layout import KVLayout
+from shared.transport.protocol.limits import MAX_CONTROL_BYTES
+from shared.transport.protocol.segment_offer import SegmentOffer
+from shared.transport.protocol.seq_ranges import Ranges
+from shared.transport.protocol.transport_name import TransportName
 
 PROTOCOL_VERSION = 1
 _PREFIX = struct.Struct("<4sI")

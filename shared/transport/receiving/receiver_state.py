@@ -17,16 +17,17 @@ from shared.clock import Clock
 from shared.config import Settings
 from shared.errors import PagewireError, ProtocolError, TransferError
 from shared.ids import new_grant_id
-from shared.transport import control
 from shared.transport.connector import BlockMemory, CommitInfo, ReceiverEvents, ReceiverWire
-from shared.transport.frames import ChecksumCode, DataHeader, Flags, MessageType, checksum
-from shared.transport.grant import Grant, GrantPhase
-from shared.transport.kv_layout import KVLayout
-from shared.transport.limits import LATE_TICK_S, MAX_TOMBSTONES, MAX_WAITING_OFFERS, OFFER_WAIT_S
-from shared.transport.seq_ranges import to_ranges
-from shared.transport.shared_segment import SegmentOffer, SegmentReader
-from shared.transport.transport_name import TransportName, allowed
-from shared.transport.wire_speed import Probe, copy_bytes, probe_segment
+from shared.transport.protocol import control
+from shared.transport.protocol.frames import ChecksumCode, DataHeader, Flags, MessageType, checksum
+from shared.transport.protocol.kv_layout import KVLayout
+from shared.transport.protocol.limits import LATE_TICK_S, MAX_TOMBSTONES, MAX_WAITING_OFFERS, OFFER_WAIT_S
+from shared.transport.protocol.segment_offer import SegmentOffer
+from shared.transport.protocol.seq_ranges import to_ranges
+from shared.transport.protocol.transport_name import TransportName, allowed
+from shared.transport.receiving.grant import Grant, GrantPhase
+from shared.transport.wires.shared_segment import SegmentReader
+from shared.transport.wires.wire_speed import Probe, copy_bytes, probe_segment
 
 logger = logging.getLogger(__name__)
 COUNTERS = (

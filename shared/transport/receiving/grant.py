@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from shared.errors import ProtocolError, TransferError
-from shared.transport.control import Commit
-from shared.transport.frames import DataHeader
-from shared.transport.limits import MAX_CHUNK_DAMAGES, MAX_CHUNK_LOSSES
-from shared.transport.seq_ranges import SeqSet
+from shared.transport.protocol.control import Commit
+from shared.transport.protocol.frames import DataHeader
+from shared.transport.protocol.limits import MAX_CHUNK_DAMAGES, MAX_CHUNK_LOSSES
+from shared.transport.protocol.seq_ranges import SeqSet
 
 
 class GrantPhase(Enum):

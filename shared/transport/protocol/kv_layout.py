@@ -11,7 +11,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 from shared.errors import ConfigurationError
-from shared.transport.frames import KVDtype, LayoutCode
+from shared.transport.protocol.frames import KVDtype, LayoutCode
 
 _Size = Annotated[int, Field(ge=1, le=0xFFFF)]
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 from shared.clock import ManualClock
 from shared.errors import ProtocolError
-from shared.transport import control
-from shared.transport.frames import DataHeader
-from shared.transport.limits import TICK_S
-from shared.transport.receiver_state import ReceiverState
-from shared.transport.sender_state import SenderState
+from shared.transport.protocol import control
+from shared.transport.protocol.frames import DataHeader
+from shared.transport.protocol.limits import TICK_S
+from shared.transport.receiving.receiver_state import ReceiverState
+from shared.transport.sending.sender_state import SenderState
 
 
 @dataclass(frozen=True)
