@@ -52,6 +52,8 @@ class Grant:
     slot_gen: int
     expected_s: float
     block_hashes: bytes | None
+    is_prefix: bool = False
+    """The sender may offer fewer blocks than are wanted, the first ones."""
     phase: GrantPhase = GrantPhase.EXPECTED
     peer: str = ""
     src_incarnation: int = 0
@@ -86,6 +88,17 @@ class Grant:
     def is_covered(self) -> bool:
         """Every layer of every missing block has been verified and written."""
         return self._num_layers_left == 0
+
+    def shorten(self, num_prompt_tokens: int, num_blocks: int, block_hashes: bytes) -> bool:
+        """Be content with what the sender of a prefix has; before it is granted. False: that is not the beginning of what is wanted."""
+        ours = self.block_hashes or b""
+        # Full blocks only, so that the hashes and the tokens of a prefix are the same share of the whole.
+        if not ours.startswith(block_hashes) or len(block_hashes) * self.num_prompt_tokens != len(ours) * num_prompt_tokens:
+            return False
+        self.num_prompt_tokens, self.block_hashes = num_prompt_tokens, block_hashes
+        self.missing = frozenset(index for index in self.missing if index < num_blocks)
+        self._num_layers_left = len(self.missing) * self.num_layers
+        return True
 
     def has(self, seq: int) -> bool:
         return seq in self.received or seq in self._writing

@@ -164,11 +164,13 @@ class ReceiverState:
         deadline_s: float,
         traceparent: str = "",
         block_hashes: Sequence[bytes] | None = None,
+        is_prefix: bool = False,
     ) -> None:
         """Blocks are reserved: grant the offer, now or when it comes.
 
         `block_ids`: the block of every index of the prompt's chain, held or reserved; `missing`: the indices to be sent.
         `deadline_s`: seconds from now for the whole transfer. `block_hashes`: compared with the offer's when given.
+        `is_prefix`: full blocks, of which the first ones alone may be offered, or none; the commit then tells how many came.
         Raises TransferError when the arguments contradict each other or the transfer is expected already.
         """
         num_blocks = self._layout.num_blocks(num_prompt_tokens)
@@ -194,6 +196,7 @@ class ReceiverState:
                 slot_gen=self._slot_gen,
                 expected_s=now,
                 block_hashes=None if block_hashes is None else b"".join(block_hashes),
+                is_prefix=is_prefix,
                 last_progress_s=now,
             )
             self._announced.pop(transfer_id, None)
@@ -503,6 +506,10 @@ class ReceiverState:
         difference = ""
         if offer.attempt != grant.attempt:
             difference = f"attempt: {grant.attempt} here and {offer.attempt} there"
+        elif grant.is_prefix and grant.phase is GrantPhase.EXPECTED:
+            num_blocks = self._layout.num_blocks(offer.num_prompt_tokens)
+            if not grant.shorten(offer.num_prompt_tokens, num_blocks, hashes):
+                difference = "block_hashes: not the beginning of what is wanted"
         elif offer.num_prompt_tokens != grant.num_prompt_tokens:
             difference = f"num_prompt_tokens: {grant.num_prompt_tokens} here and {offer.num_prompt_tokens} there"
         elif grant.block_hashes not in (None, hashes):
