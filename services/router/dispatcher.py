@@ -244,9 +244,9 @@ class Dispatcher:
                     "pagewire.route.pull_blocks": route.pull.num_blocks if route.pull else 0,
                 }
             )
-            decode_worker = by_id[route.decode.holder]
-            prefill_worker = by_id[route.prefill.holder] if route.prefill else None
-            return _Pair(route, decode_worker, prefill_worker, by_id[route.pull.holder.holder] if route.pull else None, hashes)
+            decode_worker = by_id[route.decode.identity]
+            prefill_worker = by_id[route.prefill.identity] if route.prefill else None
+            return _Pair(route, decode_worker, prefill_worker, by_id[route.pull.holder.identity] if route.pull else None, hashes)
         finally:
             span.end()
 

@@ -50,7 +50,7 @@ class Candidate:
     """It has said where it takes KV blocks."""
 
     @property
-    def holder(self) -> Holder:
+    def identity(self) -> Holder:
         return Holder(self.worker_id, self.incarnation)
 
 

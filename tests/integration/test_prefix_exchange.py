@@ -1,4 +1,4 @@
-"""A worker takes a prefix from any other that has it: the same answer as computed alone, and what dies or is gone on the way costs time only."""
+"""A worker takes a prefix from any other that has it: the answer is as computed alone, and what dies or is gone costs time only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from plain_run import assert_equals_plain_run
 from worker_driver import Answer, WorkerDriver
 
 BLOCK_SIZE = 16
-NUM_PREFIX_BLOCKS = 24
+NUM_PREFIX_BLOCKS = 12
 NUM_PREFIX_TOKENS = NUM_PREFIX_BLOCKS * BLOCK_SIZE
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 _seeds = iter(range(20_000, 30_000, 10))
@@ -80,7 +80,7 @@ class Pulls:
     [("prefill-0", "prefill-1"), ("decode-0", "prefill-1"), ("prefill-0", "decode-1"), ("decode-0", "decode-1")],
 )
 def test_prefix_that_only_another_worker_has_is_taken_from_there(driver: WorkerDriver, holder: str, puller: str) -> None:
-    # A prompt that decode computes itself is known to no prefill worker; one that prefill computed is known to decode too, which is not asked.
+    # A prompt that decode computes itself is known to no prefill worker.
     prefix = a_prefix_on(driver, "prefill-0" if holder.startswith("prefill") else None, "decode-0")
     num_sent = driver.counter(holder, "kv_prefix_sent_blocks")
     pulls = Pulls(driver, puller)
@@ -97,15 +97,15 @@ def test_prefix_that_only_another_worker_has_is_taken_from_there(driver: WorkerD
 
 def test_only_what_is_missing_is_sent(driver: WorkerDriver) -> None:
     prefix = a_prefix_on(driver, "prefill-0", "decode-0")
-    driver.finish(driver.start(prefix[:170], "prefill-1", "decode-0"))
+    driver.finish(driver.start(prefix[:90], "prefill-1", "decode-0"))
     pulls = Pulls(driver, "prefill-1")
     prompt = tail_of(prefix, 40, seed=33)
     pull = driver.ask_for_prefix("prefill-0", "prefill-1", prompt, NUM_PREFIX_BLOCKS)
     assert_right(driver.finish(driver.start(prompt, "prefill-1", "decode-1", pull)), NUM_PREFIX_TOKENS)
-    pulls.assert_were(1, NUM_PREFIX_BLOCKS - 10, 0)
+    pulls.assert_were(1, NUM_PREFIX_BLOCKS - 5, 0)
 
 
-@pytest.mark.parametrize("num_left", [0, 10])
+@pytest.mark.parametrize("num_left", [0, 7])
 def test_holder_that_has_evicted_the_blocks_gives_what_it_has_left(driver: WorkerDriver, num_left: int) -> None:
     """As when Redis still names it (failure case 24)."""
     prompt = new_prompt(NUM_PREFIX_TOKENS + 40)
@@ -145,7 +145,7 @@ def test_requests_that_want_the_same_prefix_share_one_pull(driver: WorkerDriver)
         prefix = a_prefix_on(driver, "prefill-0", "decode-0")
         pulls = Pulls(driver, puller)
         answers = []
-        for seed in (41, 42, 43):
+        for seed in (41, 42):
             prompt = tail_of(prefix, 40, seed)
             pull = driver.ask_for_prefix("prefill-0", puller, prompt, NUM_PREFIX_BLOCKS)
             answers.append(driver.start(prompt, prefill, "decode-1", pull))
@@ -180,14 +180,14 @@ def test_abort_and_deadline_during_a_pull_give_the_blocks_back(stack: LocalStack
 
 
 def test_next_turn_of_a_conversation_is_pulled_from_the_decode_worker_that_wrote_the_last(stack: LocalStack) -> None:
-    prompt = new_prompt(200)
-    answer = stack.complete(prompt, 200, ignore_eos=True)["choices"][0]["token_ids"]
+    prompt = new_prompt(100)
+    answer = stack.complete(prompt, 100, ignore_eos=True)["choices"][0]["token_ids"]
     names = [f"pagewire:{name}_total" for name in Pulls.NAMES]
     before = [stack.metric(name) for name in names]
-    turn = [*prompt, *answer, *ids(100, first=next(_seeds))]
+    turn = [*prompt, *answer, *ids(40, first=next(_seeds))]
     result = stack.complete(turn, 4, ignore_eos=True, logprobs=2, return_tokens_as_token_ids=True)
     assert_equals_plain_run(result["choices"][0])
-    assert result["usage"]["prompt_tokens_details"]["cached_tokens"] == (399 // BLOCK_SIZE) * BLOCK_SIZE
+    assert result["usage"]["prompt_tokens_details"]["cached_tokens"] == (199 // BLOCK_SIZE) * BLOCK_SIZE
     time.sleep(0.5)  # statistics travel with the lease
     after = [stack.metric(name) for name in names]
-    assert [new - old for new, old in zip(after, before, strict=True)] == [1, 24 - 12, 0]
+    assert [new - old for new, old in zip(after, before, strict=True)] == [1, 12 - 6, 0]
