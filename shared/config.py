@@ -61,13 +61,13 @@ class Settings(BaseModel):
     # KV transfer
     kv_transport: Literal["auto", "shm", "ipc", "tcp"] = Field("auto", description="auto: the fastest that both ends can use")
     kv_key_file: str | None = Field(
-        None, description="made by `pagewire keys`: decode lets in prefill workers that hold it, and nobody else"
+        None, description="made by `pagewire keys`: a worker takes KV from workers that hold it, and from nobody else"
     )
     kv_lane_security: Literal["auto", "curve", "plain-trusted"] = Field(
-        "auto", description="decode: encrypt data lanes; auto: unless bind_host is this machine alone. Control is encrypted always"
+        "auto", description="receiver: encrypt data lanes; auto: unless bind_host is this machine alone. Control is encrypted always"
     )
-    kv_min_gb_per_s: float = Field(0.1, ge=0, description="decode: a wire that is slower when probed is warned about")
-    kv_lanes: int = Field(2, ge=1, le=4, description="data sockets between one prefill and one decode worker")
+    kv_min_gb_per_s: float = Field(0.1, ge=0, description="receiver: a wire that is slower when probed is warned about")
+    kv_lanes: int = Field(2, ge=1, le=4, description="data sockets from one worker to another")
     kv_max_chunk_bytes: int = Field(4 << 20, ge=4096)
     kv_credits: int = Field(16, ge=1, description="chunks in flight per transfer")
     kv_peer_timeout_s: float = Field(1.5, gt=0.5, description="a peer of which nothing is heard for this long is dead")
