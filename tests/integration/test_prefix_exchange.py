@@ -109,12 +109,12 @@ class Pulls:
 )
 def test_prefix_that_another_worker_has_is_taken_from_there(case: Case, holder: str, puller: str) -> None:
     case.run([*PREFIX, 7], prefill_of(holder), "decode-0")  # what decode computes itself no prefill worker has
-    num_sent = case.driver.counter(holder, "kv_prefix_sent_blocks")
+    num_offered = case.driver.counter(holder, "kv_prefix_offered_blocks")
     pulls = Pulls(case, puller)
     answer = case.run(PROMPT, prefill_of(puller), "decode-1", case.ask(holder, puller))
     assert_right(answer, NUM_PREFIX_TOKENS)
     pulls.assert_were(1, NUM_PREFIX_BLOCKS, 0)
-    case.driver.wait_for_counter(holder, "kv_prefix_sent_blocks", num_sent + NUM_PREFIX_BLOCKS)
+    case.driver.wait_for_counter(holder, "kv_prefix_offered_blocks", num_offered + NUM_PREFIX_BLOCKS)
     # What was pulled is in the puller's cache like anything computed there.
     assert_right(case.run(OTHER_PROMPT, prefill_of(puller), "decode-1"), NUM_PREFIX_TOKENS)
 

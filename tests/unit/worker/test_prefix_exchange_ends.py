@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from kv_transfer_pairs import LAYOUT, random_memory
-from opentelemetry.trace import INVALID_SPAN
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.trace import INVALID_SPAN, Span
 
 from shared.block_hash import BlockHash, root_hash
 from shared.cache.block_pool import BlockPool
@@ -95,27 +96,29 @@ def ask(holder: Worker, puller: Worker, deadline_s: float = 30.0, timeout_s: flo
     return pull
 
 
-def start(puller: Worker, pull: PrefixPull, request: Request) -> list[str]:
+def start(puller: Worker, pull: PrefixPull, request: Request, span: Span = INVALID_SPAN) -> list[str]:
     """Grows when the pull has ended."""
     ended: list[str] = []
     reservation = puller.manager.reserve(request)
     assert reservation is not None
-    assert puller.exchange.pull(pull, request, reservation, INVALID_SPAN, lambda: ended.append(request.request_id))
+    assert puller.exchange.pull(pull, request, reservation, span, lambda: ended.append(request.request_id))
     return ended
 
 
 def test_pulled_blocks_are_the_holders_bytes_and_are_cached(holder: Worker, puller: Worker) -> None:
     hashes = holder.compute(NUM_BLOCKS)
-    request = puller.request("a")
-    ended = start(puller, ask(holder, puller), request)
+    request, span = puller.request("a"), TracerProvider().get_tracer("test").start_span("prefill")
+    ended = start(puller, ask(holder, puller), request, span)
     puller.run_until(lambda: ended)
+    (event,) = span.events  # type: ignore[attr-defined]
+    assert (event.name, event.attributes["kv.num_blocks"]) == ("kv.prefix_pulled", NUM_BLOCKS)
     assert request.num_computed_tokens == request.num_cached_tokens == NUM_BLOCKS * BLOCK_SIZE
     for block_hash in hashes:
         theirs, ours = holder.manager.pool.get_cached(block_hash), puller.manager.pool.get_cached(block_hash)
         assert theirs is not None and ours is not None
         assert holder.memory.read(theirs.block_id) == puller.memory.read(ours.block_id)
     holder.run_until(lambda: holder.manager.num_used() == 0)
-    assert holder.exchange.counters()["kv_prefix_sent_blocks"] == puller.exchange.counters()["kv_prefix_pulled_blocks"] == NUM_BLOCKS
+    assert holder.exchange.counters()["kv_prefix_offered_blocks"] == puller.exchange.counters()["kv_prefix_pulled_blocks"] == NUM_BLOCKS
 
 
 def test_holder_keeps_its_blocks_for_a_puller_that_never_comes_until_the_deadline_only(holder: Worker, puller: Worker) -> None:
@@ -139,9 +142,11 @@ def test_puller_that_comes_too_late_for_the_holder_computes(holder: Worker, pull
 
 
 def test_pull_that_nobody_answers_ends_in_its_time(puller: Worker) -> None:
-    request = puller.request("a")
-    ended = start(puller, PrefixPull(transfer_id=new_transfer_id(), num_blocks=NUM_BLOCKS, timeout_s=0.3), request)
+    request, span = puller.request("a"), TracerProvider().get_tracer("test").start_span("prefill")
+    ended = start(puller, PrefixPull(transfer_id=new_transfer_id(), num_blocks=NUM_BLOCKS, timeout_s=0.3), request, span)
     puller.run_until(lambda: ended, 1.0)
+    (event,) = span.events  # type: ignore[attr-defined]
+    assert event.name == "kv.prefix_pull_failed" and "deadline" in event.attributes["reason"]
     assert request.num_computed_tokens == 0
 
 
