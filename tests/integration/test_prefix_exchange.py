@@ -185,7 +185,7 @@ def test_abort_and_deadline_during_a_pull_give_the_blocks_back(stack: LocalStack
                 case.driver.abort(answer, *workers)
             started_s = time.monotonic()
             stack.wait_until(lambda: all(stack.metric("pagewire:kv_blocks_used", worker) == 0 for worker in workers), 3)
-            assert time.monotonic() - started_s < 1.3, "longer than the deadline, or than the peer takes to be given up"
+            assert time.monotonic() - started_s < (2.0 if deadline_s == 1 else 1.0)
         finally:
             os.kill(victim, signal.SIGCONT)
         stack.wait_until_idle(10)
