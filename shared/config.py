@@ -66,6 +66,9 @@ class Settings(BaseModel):
     kv_lane_security: Literal["auto", "curve", "plain-trusted"] = Field(
         "auto", description="decode: encrypt data lanes; auto: unless bind_host is this machine alone. Control is encrypted always"
     )
+    kv_wire_dtype: Literal["auto", "fp8"] = Field(
+        "auto", description="how KV values travel; fp8: as E4M3 with a scale each layer and block, at both ends; auto: unchanged"
+    )
     kv_min_gb_per_s: float = Field(0.1, ge=0, description="decode: a wire that is slower when probed is warned about")
     kv_lanes: int = Field(2, ge=1, le=4, description="data sockets between one prefill and one decode worker")
     kv_max_chunk_bytes: int = Field(4 << 20, ge=4096)

@@ -13,10 +13,14 @@ from dataclasses import dataclass, field
 
 from shared.clock import ManualClock
 from shared.errors import ProtocolError
+from shared.transport.connector import BlockMemory, ChunkRead, DataMessage
+from shared.transport.host_blocks import HostBlocks
 from shared.transport.protocol import control
-from shared.transport.protocol.frames import DataHeader
+from shared.transport.protocol.frames import DataHeader, MessageType
+from shared.transport.protocol.kv_layout import KVLayout
 from shared.transport.protocol.limits import TICK_S
 from shared.transport.receiving.receiver_state import ReceiverState
+from shared.transport.sending.chunk_reading import read_message
 from shared.transport.sending.sender_state import SenderState
 
 
@@ -43,17 +47,17 @@ class _Event:
     action: Callable[[], None] = field(compare=False)
 
 
-class BytesMemory:
-    """BlockMemory over plain bytearrays."""
+class BytesMemory(HostBlocks):
+    """Blocks of this process alone, of which a test may look at the bytes."""
 
-    def __init__(self, num_blocks: int, block_nbytes: int) -> None:
-        self._blocks = [bytearray(block_nbytes) for _ in range(num_blocks)]
+    def __init__(self, num_blocks: int, layout: KVLayout) -> None:
+        self._block_nbytes = layout.block_nbytes
+        self._memory = memoryview(bytearray(num_blocks * layout.block_nbytes))
+        super().__init__(layout, self._memory)
 
-    def block_view(self, block_id: int) -> memoryview:
-        return memoryview(self._blocks[block_id])
-
-    def read(self, block_id: int) -> bytes:
-        return bytes(self._blocks[block_id])
+    def block(self, block_id: int) -> memoryview:
+        """Writable."""
+        return self._memory[block_id * self._block_nbytes : (block_id + 1) * self._block_nbytes]
 
 
 class SimulatedNetwork:
@@ -111,6 +115,7 @@ class SimulatedNetwork:
             self.at(self._delay(), lambda damaged=damaged: arrive(*damaged))  # type: ignore[misc]
 
     def post_data(self, sender: str, endpoint: str, lane: int, header: DataHeader, payload: memoryview) -> None:
+        """`payload` is read on arrival, as a zero-copy send may read it late: its block may be another request's by then."""
         plan = self._plan
         # A lane is a queue: it takes time for what it carries, lost or not.
         now = self._clock.now_s()
@@ -118,7 +123,6 @@ class SimulatedNetwork:
         self._lane_free_s[key] = max(now, self._lane_free_s.get(key, 0.0)) + payload.nbytes / plan.lane_bytes_per_s
         queued_s = self._lane_free_s[key] - now
         for _ in range(self._copies(plan.data_loss, plan.data_duplicate)):
-            # The payload is read on arrival, as a zero-copy send may read it late: its block may be another request's by then.
             self.at(queued_s + self._delay(), lambda: self._arrive(endpoint, lane, header.pack(), payload))
 
     def deliver_to_receiver(self, endpoint: str, peer: str, message: control.AnyControl, blob: bytes) -> None:
@@ -126,6 +130,16 @@ class SimulatedNetwork:
         if receiver is not None:
             receiver.on_control(peer, message, blob)
             receiver.deliver_events()
+
+    def report_read(self, name: str, peer: str, header: DataHeader, read: ChunkRead) -> None:
+        """A lane of sender `name` has read a chunk: told a moment later, as from another thread."""
+
+        def report() -> None:
+            sender = self._senders.get(name)
+            if sender is not None:
+                sender.on_chunk_read(peer, header.transfer_id.hex(), header.chunk_seq, read)
+
+        self.at(0.0, report)
 
     def deliver_to_sender(self, name: str, peer: str, message: control.AnyControl) -> None:
         sender = self._senders.get(name)
@@ -168,17 +182,16 @@ class SimulatedNetwork:
 class MemorySenderWire:
     """SenderWire of the sender called `name`."""
 
-    def __init__(self, network: SimulatedNetwork, name: str) -> None:
+    def __init__(self, network: SimulatedNetwork, name: str, memory: BlockMemory) -> None:
         self._network = network
         self._name = name
+        self._memory = memory
         self._endpoints: dict[str, str] = {}
 
     def open_peer(self, peer: str, ctrl_endpoint: str, server_key: str) -> None:
         self._endpoints[peer] = ctrl_endpoint
 
-    def open_lanes(
-        self, peer: str, endpoints: tuple[str, ...], probes: Sequence[tuple[DataHeader, memoryview]], are_encrypted: bool
-    ) -> None:
+    def open_lanes(self, peer: str, endpoints: tuple[str, ...], probes: Sequence[DataMessage], are_encrypted: bool) -> None:
         pass  # time is simulated: there is nothing to measure
 
     def close_peer(self, peer: str) -> None:
@@ -192,7 +205,15 @@ class MemorySenderWire:
                 message, blob, lambda decoded, raw: self._network.deliver_to_receiver(endpoint, address, decoded, raw)
             )
 
-    def send_data(self, peer: str, lane: int, header: DataHeader, payload: memoryview) -> None:
+    def send_data(self, peer: str, lane: int, message: DataMessage) -> None:
+        try:
+            header, payload, read = read_message(self._memory, message)
+        except Exception as error:
+            failure = ChunkRead(message.header, failure=f"the prefill worker cannot read a block: {error}")
+            self._network.report_read(self._name, peer, message.header, failure)
+            return
+        if header.msg_type is MessageType.CHUNK:
+            self._network.report_read(self._name, peer, header, read)
         self._network.post_data(self._name, self._endpoints[peer], lane, header, payload)
 
 

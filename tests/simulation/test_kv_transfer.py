@@ -8,10 +8,11 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
-from kv_transfer_pairs import LAYOUT, POISON, SETTINGS, TRACEPARENT, ReceiverLog, SenderLog, fill, random_memory
+from kv_transfer_pairs import LAYOUT, POISON, SETTINGS, TRACEPARENT, ReceiverLog, SenderLog, fill, random_memory, tokens_of
 
 from shared.clock import ManualClock
 from shared.messages import KVPeer
+from shared.transport.receiving.peer_table import LaneAddresses
 from shared.transport.receiving.receiver_state import ReceiverState
 from shared.transport.sending.sender_state import SenderState
 from shared.transport.simulated_network import BytesMemory, FaultPlan, MemoryReceiverWire, MemorySenderWire, SimulatedNetwork
@@ -47,7 +48,7 @@ class Simulation:
         """What listeners saw broken: the transport survives a listener that raises, so an assert in one would be lost."""
         self.transfers: dict[str, _Transfer] = {}
         self.sources = [random_memory(NUM_TRANSFERS * BLOCKS_EACH, seed + index) for index in range(NUM_SENDERS)]
-        self.target = BytesMemory(NUM_TRANSFERS * BLOCKS_EACH, LAYOUT.block_nbytes)
+        self.target = BytesMemory(NUM_TRANSFERS * BLOCKS_EACH, LAYOUT)
         self.senders = []
         self.sender_log = SenderLog(on_end=self._sender_ended)
         self.receiver_log = ReceiverLog(on_end=self._receiver_ended)
@@ -55,13 +56,13 @@ class Simulation:
             name = f"prefill-{index}"
             sender = SenderState(
                 layout=LAYOUT, memory=self.sources[index], incarnation=11 + index, events=self.sender_log, clock=self.clock,
-                settings=SETTINGS, worker_id=name, wire=MemorySenderWire(self.network, name),
+                settings=SETTINGS, worker_id=name, wire=MemorySenderWire(self.network, name, self.sources[index]),
             )  # fmt: skip
             self.network.add_sender(name, sender)
             self.senders.append(sender)
         self.receiver = ReceiverState(
             layout=LAYOUT, memory=self.target, incarnation=22, events=self.receiver_log, clock=self.clock,
-            settings=SETTINGS, worker_id="decode", wire=MemoryReceiverWire(self.network), lane_endpoints=("lane-0", "lane-1"),
+            settings=SETTINGS, wire=MemoryReceiverWire(self.network), lanes=LaneAddresses(("lane-0", "lane-1")),
         )  # fmt: skip
         self.network.add_receiver("decode", self.receiver)
         for number in range(NUM_TRANSFERS):
@@ -80,15 +81,15 @@ class Simulation:
         missing = [index for index in range(num_blocks) if draw.random() < 0.8]
         transfer = _Transfer(
             f"{number:032x}", sender, num_tokens, missing, source_ids, target_ids,
-            [self.sources[sender].read(block_id) for block_id in source_ids],
-            [self.target.read(block_id) for block_id in target_ids],
+            [bytes(self.sources[sender].block(block_id)) for block_id in source_ids],
+            [bytes(self.target.block(block_id)) for block_id in target_ids],
             draw.randbytes(40),
         )  # fmt: skip
         self.transfers[transfer.transfer_id] = transfer
         peer = KVPeer(worker_id="decode", ctrl_endpoint="decode", incarnation=22)
         state = self.senders[sender]
         start = draw.uniform(0, 0.3)
-        self._sender_does(sender, start, lambda: state.offer(transfer.transfer_id, 0, peer, num_tokens, [], DEADLINE_S, TRACEPARENT))
+        self._sender_does(sender, start, lambda: state.offer(transfer.transfer_id, 0, [peer], num_tokens, [], DEADLINE_S, TRACEPARENT))
         for index in range(num_blocks):
             start += draw.uniform(0, 0.1)
             self._sender_does(sender, start, lambda index=index: state.send_blocks(transfer.transfer_id, [(index, source_ids[index])]))
@@ -139,7 +140,8 @@ class Simulation:
         if reason is None:
             for index, block_id in enumerate(transfer.target_ids):
                 expected = transfer.source_bytes if index in transfer.missing else transfer.target_bytes
-                if self.target.read(block_id) != expected[index]:
+                valid = min(LAYOUT.block_size, transfer.num_tokens - index * LAYOUT.block_size)
+                if tokens_of(self.target.block(block_id), valid) != tokens_of(expected[index], valid):
                     self.faults.append(f"block {index} of {transfer_id} is not what was sent")
             if self.receiver_log.hidden[transfer_id] != transfer.hidden:
                 self.faults.append(f"the hidden state of {transfer_id} is not what was sent")
@@ -152,7 +154,7 @@ class Simulation:
             if "decode" not in self.dead:
                 assert transfer.receiver_end is not None, f"{transfer.transfer_id} never ended at the receiver"
                 for block_id in transfer.target_ids:
-                    assert set(self.target.read(block_id)) == {POISON}, "written after its end"
+                    assert set(self.target.block(block_id)) == {POISON}, "written after its end"
             if f"prefill-{transfer.sender}" not in self.dead:
                 assert transfer.is_sender_ended or transfer.transfer_id not in self.sender_log.ended
             if self.sender_log.ended.get(transfer.transfer_id) == [None] and "decode" not in self.dead:

@@ -18,6 +18,7 @@ from shared.transport.protocol import control
 from shared.transport.protocol.kv_layout import KVLayout
 from shared.transport.protocol.limits import DISCONNECT_GRACE_S, HEARTBEAT_S, TICK_S
 from shared.transport.protocol.transport_name import network_identity
+from shared.transport.receiving.peer_table import LaneAddresses
 from shared.transport.receiving.receiver_state import ReceiverState
 from shared.transport.wires.curve import CurveKeys, DoorKeeper, load_key_file, serve_with
 from shared.transport.wires.zmq_sockets import (
@@ -50,7 +51,6 @@ class KVReceiver:
         events: ReceiverEvents,
         clock: Clock,
         settings: Settings,
-        worker_id: str = "",
         bind_host: str | None = None,
         advertise_host: str | None = None,
     ) -> None:
@@ -90,12 +90,13 @@ class KVReceiver:
             events=events,
             clock=clock,
             settings=settings,
-            worker_id=worker_id,
             wire=self,
-            lane_endpoints=tuple(bind_ephemeral(lane, bind_host, host) for lane in lanes),
-            ipc_endpoints=tuple(bind_ipc(lane, f"{incarnation:x}-{index}") for index, lane in enumerate(lanes) if is_near_allowed),
-            network=network_identity(),
-            are_lanes_encrypted=are_encrypted,
+            lanes=LaneAddresses(
+                tuple(bind_ephemeral(lane, bind_host, host) for lane in lanes),
+                tuple(bind_ipc(lane, f"{incarnation:x}-{index}") for index, lane in enumerate(lanes) if is_near_allowed),
+                network_identity(),
+                are_encrypted,
+            ),
         )
         self._threads = [threading.Thread(target=self._run_control, name="kv-receive-control", daemon=True)]
         for index, (lane, context) in enumerate(zip(lanes, self._lane_contexts, strict=True)):
@@ -121,10 +122,11 @@ class KVReceiver:
         deadline_s: float,
         traceparent: str = "",
         block_hashes: Sequence[bytes] | None = None,
+        src_tp_size: int = 1,
     ) -> None:
         """Blocks are reserved: grant the offer, now or when it comes. See ReceiverState.expect."""
         trace = traceparent if len(traceparent) <= 64 else ""
-        self.state.expect(transfer_id, attempt, block_ids, missing, num_prompt_tokens, deadline_s, trace, block_hashes)
+        self.state.expect(transfer_id, attempt, block_ids, missing, num_prompt_tokens, deadline_s, trace, block_hashes, src_tp_size)
         self._waker.wake()
 
     def deny(self, transfer_id: str, reason: str, retry_ms: int = 0) -> None:
