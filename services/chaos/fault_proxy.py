@@ -76,6 +76,12 @@ class Flow:
         self._strikes.append(strike)
         return strike
 
+    def withdraw(self, strike: Strike) -> bool:
+        """Not any more; False: it has happened already."""
+        with contextlib.suppress(ValueError):
+            self._strikes.remove(strike)
+        return not strike.is_struck
+
     def reset(self) -> None:
         """No faults any more; what is on its way arrives."""
         self.delay_s, self.bytes_per_s, self.is_frozen = 0.0, None, False
