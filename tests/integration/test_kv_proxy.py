@@ -132,6 +132,32 @@ def test_cut_lane_is_opened_again_and_what_it_lost_is_sent_again(is_abrupt):
         assert pair.is_exact
 
 
+@pytest.mark.parametrize("is_abrupt", [True, False])
+def test_cut_control_comes_back_and_the_transfer_goes_on_where_it_was(is_abrupt):
+    with proxied_pair() as pair:
+        for link in pair.lanes:
+            link.forward.bytes_per_s = 100_000
+        threading.Timer(0.15, lambda: pair.proxy.cut(pair.control, abruptly=is_abrupt)).start()
+        pair.run(20)
+        assert pair.is_exact
+        assert pair.sender.counters()["resumes"] == 1
+        assert pair.sender.counters()["chunks_resent"] == 0, "what has arrived does not travel again"
+
+
+def test_lane_that_does_not_come_back_leaves_its_chunks_to_the_others():
+    def break_for_good() -> None:
+        pair.lanes[0].forward.is_frozen = pair.lanes[0].back.is_frozen = True
+        pair.proxy.cut(pair.lanes[0], abruptly=True)
+
+    with proxied_pair() as pair:
+        for link in pair.lanes:
+            link.forward.bytes_per_s = 100_000
+        threading.Timer(0.15, break_for_good).start()
+        assert pair.run(20) < 4.0
+        assert pair.is_exact
+        assert pair.sender.counters()["lanes_given_up"] == 1
+
+
 def test_damaged_byte_of_encrypted_control_fails_nothing_silently():
     with proxied_pair() as pair:
         pair.control.forward.strike(Fault.FLIP_BYTE)
