@@ -48,8 +48,7 @@ from shared.model_files.model_source import ModelSource
 from shared.model_files.weight_reader import PendingWeights
 from shared.request import Request, RequestStatus
 from shared.sampling_params import SamplingParams
-from shared.transport.connector import CommitInfo
-from shared.transport.receiving.kv_receiver import KVReceiver
+from shared.transport.connector import CommitInfo, ReceiverEvents
 
 logger = logging.getLogger(__name__)
 
@@ -81,21 +80,10 @@ class DecodeWorker(WorkerLoop):
         self._lock = threading.RLock()
         self._hidden_nbytes = source.config.hidden_size * self.engine.dtype.itemsize
         self._counters = {"generation_tokens": 0, "local_prompt_tokens": 0, "kv_recompute_fallbacks": 0, "kv_transfer_failures": 0}
-        self._receiver = KVReceiver(
-            self.layout,
-            self.engine.cache.blocks(self.layout),
-            self.incarnation,
-            self,
-            self.clock,
-            settings,
-            advertise_host=self.advertise_host,
-        )
+        self._receiver = self.prefixes.receiver
 
-    def kv_ctrl_endpoint(self) -> str | None:
-        return self._receiver.ctrl_endpoint
-
-    def kv_server_key(self) -> str:
-        return self._receiver.server_key
+    def receiver_events(self) -> ReceiverEvents:
+        return self
 
     # ---- rpc thread ---------------------------------------------------------------------------------------------------
     def accept(self, router: bytes, message: PrefillRequest | DecodeRequest) -> None:
@@ -126,6 +114,7 @@ class DecodeWorker(WorkerLoop):
             eos_token_ids=self._eos_token_ids(params),
             attempt=message.attempt,
             span=span,
+            prefix_pull=message.prefix_pull if message.transfer_id is None else None,
             num_sequences=message.num_sequences,
             beam_search=self._beam_search(message),
         )
@@ -167,6 +156,10 @@ class DecodeWorker(WorkerLoop):
         with self._lock:
             while self._reserve_queue and not scheduler.has_waiting_for_blocks and self._num_placed < self.settings.max_num_seqs:
                 job = self._reserve_queue[0]
+                if job.prefix_pull is not None and self.prefixes.join(job.prefix_pull, job.request, partial(self._queue_again, job)):
+                    job.prefix_pull = None
+                    self._reserve_queue.popleft()
+                    continue
                 # Each row may need a block at its next token. Where nothing is placed nothing will come back: then it starts with what
                 # there is, and those of its sequences that find no room wait.
                 headroom = len(scheduler.running) + job.max_num_sequences - 1 if self._num_placed else 0
@@ -175,15 +168,26 @@ class DecodeWorker(WorkerLoop):
                     return
                 self._reserve_queue.popleft()
                 job.reserved_ns = time.time_ns()
-                if job.request.transfer_id is None:
-                    self.post(partial(self._compute_locally, job))
-                else:
+                if job.request.transfer_id is not None:
                     self._expect_transfer(job, job.request.transfer_id, reservation)
+                elif not self._pull_prefix(job, reservation):
+                    self.post(partial(self._compute_locally, job))
 
     @property
     def _num_placed(self) -> int:
         """Sequences that hold their blocks."""
         return self._sequences.num_placed - len(self._reserve_queue)
+
+    def _pull_prefix(self, job: DecodeJob, reservation: Reservation) -> bool:
+        """True: the request goes on when another worker's blocks are here, or will not come."""
+        pull, then = job.prefix_pull, partial(self._compute_locally, job)
+        return pull is not None and self.prefixes.pull(pull, job.request, reservation, job.span, then)
+
+    def _queue_again(self, job: DecodeJob) -> None:
+        """Engine thread: the blocks that another request fetched are here, or will not come. It waits at its old place."""
+        with self._lock:
+            if self._jobs.get(job.request.request_id) is job:
+                self._reserve_queue.appendleft(job)
 
     def _expect_transfer(self, job: DecodeJob, transfer_id: str, reservation: Reservation) -> None:
         job.request.status = RequestStatus.WAITING_FOR_KV
@@ -521,6 +525,8 @@ class DecodeWorker(WorkerLoop):
         request = job.request
         if request.transfer_id is not None and self._by_transfer.pop(request.transfer_id, None) is not None:
             self._receiver.abort(request.transfer_id, failure or "finished")  # returns when no lane writes into our blocks
+        if job.prefix_pull is not None:
+            self.prefixes.drop(job.prefix_pull, failure or "finished")
         for sequence in list(job.sequences.values()):
             self._forget(sequence)
         now_ns = time.time_ns()
@@ -563,8 +569,8 @@ class DecodeWorker(WorkerLoop):
         return len(self._sequences) - num_running, num_running, self._sequences.num_uncomputed_tokens
 
     def service_counters(self) -> dict[str, float]:
-        return {**self._counters, **self._receiver.counters()}
+        return {**self._counters}
 
     def close_transport(self) -> None:
-        self._receiver.close()
+        super().close_transport()
         self._grammars.close()

@@ -22,7 +22,7 @@ from shared.cache.prefix_index import Holder
 from shared.cache.redis_prefix_index import SOCKET_TIMEOUT_S
 from shared.clock import Clock
 from shared.membership import WorkerRecord, parse_record, worker_key, workers_key
-from shared.messages import WorkerTiming
+from shared.messages import KVPeer, WorkerTiming
 
 _logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.2
@@ -59,6 +59,18 @@ class Worker:
             num_blocks_total=self.record.num_blocks,
             num_blocks_used=stats.num_blocks_used,
             num_assigned=self.num_assigned,
+            can_pull=self.record.kv_ctrl_endpoint is not None,
+        )
+
+    @property
+    def kv_peer(self) -> KVPeer:
+        """Where it takes KV blocks."""
+        record = self.record
+        return KVPeer(
+            worker_id=record.worker_id,
+            ctrl_endpoint=record.kv_ctrl_endpoint or "",
+            incarnation=record.incarnation,
+            server_key=record.kv_server_key,
         )
 
     def assign(self, request_id: str, num_tokens: int) -> None:

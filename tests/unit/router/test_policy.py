@@ -109,7 +109,7 @@ def test_popular_prefix_spreads_over_the_workers() -> None:
             )
             for index in range(num_workers)
         ]  # fmt: skip
-        index = int(chosen(select(FACTS, workers, DECODE))[1:])
+        index = int(chosen(select(FACTS, workers, [replace(DECODE[0], can_pull=False)]))[1:])
         free_at_ms[index] = max(now_ms, free_at_ms[index]) + service_ms
         ends[index].append(free_at_ms[index])
         waits_ms.append(free_at_ms[index] - now_ms)
@@ -134,3 +134,61 @@ def test_a_scored_prompt_gains_nothing_from_a_cached_prefix_where_it_is_computed
     route = select(facts, workers, [replace(DECODE[0], overlap_blocks=31)])
     assert route is not None and not route.is_local
     assert (route.prefill_overlap_blocks, route.decode_overlap_blocks) == (0, 31)
+
+
+def test_prefix_is_pulled_where_that_costs_less_than_computing_it() -> None:
+    busy, idle = replace(prefill_workers([10])[0], overlap_blocks=31, tokens_per_s=1000), Candidate("idle", 1, tokens_per_s=1000)
+    route = select(FACTS, [busy, idle], DECODE)
+    assert route is not None and route.pull is not None
+    assert (route.pull.holder.worker_id, route.pull.num_blocks, route.num_saved_blocks) == ("p0", 31, 31)
+    # The decode worker itself, then the tail is one block: a hop less.
+    assert route.is_local
+    route = select(replace(FACTS, num_prompt_tokens=600), [busy, idle], DECODE)
+    assert route is not None and route.pull is not None
+    assert (chosen(route), route.pull.holder.worker_id, route.num_saved_blocks) == ("idle", "p0", 31)
+
+
+def test_prefix_is_computed_where_that_costs_less_than_pulling_it() -> None:
+    holder = Candidate("holder", 1, overlap_blocks=31, num_requests=50, tokens_per_s=100_000)
+    route = select(FACTS, [holder, Candidate("fast", 1, tokens_per_s=100_000)], [replace(DECODE[0], tokens_per_s=100_000)])
+    assert chosen(route) == "fast"
+    assert route is not None and route.pull is None
+
+
+def test_a_few_blocks_are_not_worth_a_pull_and_an_own_prefix_needs_none() -> None:
+    for own, there in ((0, 1), (30, 31), (31, 31), (31, 10)):
+        prefill = Candidate("p", 1, overlap_blocks=own, tokens_per_s=2000)
+        decode = Candidate("d", 1, overlap_blocks=there, tokens_per_s=2000)
+        route = select(replace(FACTS, num_prompt_tokens=600), [prefill], [decode])
+        assert route is not None and route.pull is None, (own, there)
+
+
+def test_prefill_pulls_from_decode_what_decode_has_generated() -> None:
+    facts = replace(FACTS, num_prompt_tokens=600)
+    route = select(facts, [Candidate("p", 1, overlap_blocks=10, tokens_per_s=1000)], [replace(DECODE[0], overlap_blocks=31)])
+    assert route is not None and route.pull is not None
+    assert (chosen(route), route.pull.holder.worker_id, route.pull.num_blocks) == ("p", "d", 31)
+    assert (route.prefill_overlap_blocks, route.decode_overlap_blocks) == (10, 31)
+
+
+def test_nothing_is_pulled_for_a_scored_prompt_or_by_a_worker_that_cannot() -> None:
+    facts = replace(FACTS, num_prompt_tokens=600)
+    prefill, decode = [Candidate("p", 1, tokens_per_s=1000)], [replace(DECODE[0], overlap_blocks=31)]
+    for route in (select(replace(facts, is_scored=True), prefill, decode), select(facts, [replace(prefill[0], can_pull=False)], decode)):
+        assert route is not None and route.pull is None
+
+
+def test_aggregated_workers_pull_from_each_other() -> None:
+    busy = Candidate("busy", 1, overlap_blocks=31, num_waiting_tokens=5000, tokens_per_s=1000)
+    route = select(replace(FACTS, is_aggregated=True), [], [busy, *DECODE])
+    assert route is not None and route.pull is not None and route.is_local
+    assert (route.decode.worker_id, route.pull.holder.worker_id, route.num_saved_blocks) == ("d", "busy", 31)
+
+
+def test_a_pull_may_be_late_by_half_a_second_and_what_it_saves_but_never_by_much_more() -> None:
+    for speed, timeout_s in ((1000, 0.996), (100, 1.5)):
+        route = select(
+            replace(FACTS, num_prompt_tokens=600), [Candidate("p", 1, tokens_per_s=speed)], [replace(DECODE[0], overlap_blocks=31)]
+        )
+        assert route is not None and route.pull is not None
+        assert route.pull.timeout_s == timeout_s
