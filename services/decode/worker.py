@@ -78,7 +78,7 @@ class DecodeWorker(WorkerLoop):
         self._grammars = Grammars(source.load_tokenizer, source.config.tokenizer_vocab_size, source.config.eos_token_ids)
         self._mask_grace_s = MASK_GRACE_S
         self._lock = threading.RLock()
-        self._hidden_nbytes = source.config.hidden_size * self.engine.dtype.itemsize
+        self._hidden_size = source.config.hidden_size
         self._counters = {"generation_tokens": 0, "local_prompt_tokens": 0, "kv_recompute_fallbacks": 0, "kv_transfer_failures": 0}
         self._receiver = self.prefixes.receiver
 
@@ -237,8 +237,9 @@ class DecodeWorker(WorkerLoop):
         job = self._jobs.get(self._by_transfer.pop(transfer_id, ""))
         if job is None:
             return
-        if len(hidden_state) != self._hidden_nbytes:
-            self._recover(job, f"hidden state of {len(hidden_state)} bytes, expected {self._hidden_nbytes}")
+        dtype: torch.dtype = getattr(torch, info.src_dtype.name.lower())
+        if len(hidden_state) != self._hidden_size * dtype.itemsize:
+            self._recover(job, f"hidden state of {len(hidden_state)} bytes, expected {self._hidden_size} of {dtype}")
             return
         transfer = {"kv.transport": info.transport, "kv.bytes": info.num_bytes, "kv.wire_ms": 1000 * info.wire_s}
         job.span.add_event("kv.committed", {**transfer, "kv.chunks_resent": info.num_chunks_failed})
@@ -248,7 +249,7 @@ class DecodeWorker(WorkerLoop):
         request.num_cached_tokens = info.num_cached_tokens
         self.engine.manager.publish_full_blocks(request)
         self.engine.scheduler.add_running(request)
-        self._committed.append((job.sequences[0], torch.frombuffer(bytearray(hidden_state), dtype=self.engine.dtype)))
+        self._committed.append((job.sequences[0], torch.frombuffer(bytearray(hidden_state), dtype=dtype).to(self.engine.dtype)))
 
     def _transfer_failed(self, transfer_id: str, reason: str) -> None:
         job = self._jobs.get(self._by_transfer.pop(transfer_id, ""))

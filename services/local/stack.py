@@ -226,7 +226,7 @@ class Stack:
 
 
 def _kv_ports(role: Literal["prefill", "decode"], index: int, num_decode: int) -> dict[str, str]:
-    """Where ports are given, those of the first worker: each further one takes the next, prefill after decode where both have one setting."""
+    """Where ports are given, those of the first worker: each further one takes the next, prefill after decode where they share one."""
     settings = load_settings(role)
     ports = {"KV_PORT": settings.kv_port, "KV_ADVERTISE_PORT": settings.kv_advertise_port}
     is_shared = role == "prefill" and "PAGEWIRE_PREFILL_KV_PORT" not in os.environ

@@ -290,6 +290,7 @@ class WorkerLoop(ABC):
             model_name=self._source.name,
             model_fingerprint=self._source.fingerprint,
             dtype=self.engine.dtype_name,
+            kv_wire_dtype=self.settings.kv_wire_dtype,
             block_size=self.settings.block_size,
             num_blocks=len(self.engine.manager.pool.blocks),
             max_model_len=self.engine.max_model_len,

@@ -637,6 +637,7 @@ class ReceiverState:
         assert first.commit is not None
         info = CommitInfo(
             transport=self._peers[first.peer].transport,
+            src_dtype=first.plan.src.dtype,
             num_prompt_tokens=incoming.num_prompt_tokens,
             num_cached_tokens=first.commit.num_cached_tokens,
             num_blocks_missing=len(incoming.missing),
