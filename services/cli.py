@@ -41,6 +41,7 @@ def up(
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port the router listens on. Default: 8000.")] = None,
     aggregated: Annotated[bool, typer.Option("--aggregated", help="No prefill workers: decode workers compute prompts too.")] = False,
     transport: Annotated[str | None, typer.Option(help="How KV travels: shm, ipc or tcp. Default: auto, the fastest that works.")] = None,
+    kv_wire_dtype: Annotated[str | None, typer.Option(help="How KV values travel: auto (unchanged) or fp8 (a quarter of fp32).")] = None,
     redis: RedisUrl = None,
     api_key: ApiKeys = None,
     as_json: Json = False,
@@ -52,7 +53,14 @@ def up(
     import os  # isort: skip
 
     settings = load_settings(
-        "router", model=model, host=host, port=port, aggregated=aggregated or None, api_keys=_joined(api_key), kv_transport=transport
+        "router",
+        model=model,
+        host=host,
+        port=port,
+        aggregated=aggregated or None,
+        api_keys=_joined(api_key),
+        kv_transport=transport,
+        kv_wire_dtype=kv_wire_dtype,
     )
     if settings.aggregated and prefill is not None:
         raise ConfigurationError("--prefill and --aggregated exclude each other: an aggregated system has no prefill workers")
@@ -156,6 +164,32 @@ def keys(file: Annotated[Path, typer.Argument(metavar="FILE", help="Where the ke
     except OSError as error:
         raise ConfigurationError(f"cannot write {file}: {error.strerror}") from error
     print(f"{file}: new key, public half {public}")
+
+
+@app.command()
+def chaos(
+    simulated: Annotated[int | None, typer.Option(min=1, help="Faults to make in simulated clusters: thousands take seconds.")] = None,
+    real: Annotated[
+        int | None, typer.Option(min=1, help="Faults to make in a stack of real processes: a thousand take a quarter hour.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Which faults: the same seed draws the same ones.")] = 0,
+    prefill: Annotated[int, typer.Option(min=1, help="Prefill workers of the real stack.")] = 2,
+    decode: Annotated[int, typer.Option(min=1, help="Decode workers of the real stack.")] = 2,
+    as_json: Json = False,
+) -> None:
+    """Break things on purpose and check that nothing is corrupted, leaked or forgotten. Exit code 1 when a check failed."""
+    from services.chaos.chaos_event import show
+    from services.chaos.real_run import run_real
+    from services.chaos.simulated_run import run_simulated
+
+    if simulated is None and real is None:
+        raise ConfigurationError("nothing to do: give --simulated N, --real N or both")
+    is_ok = True
+    if simulated is not None:
+        is_ok = show(run_simulated(simulated, seed), simulated, as_json)
+    if real is not None:
+        is_ok = show(run_real(real, seed, prefill, decode), real, as_json) and is_ok
+    raise typer.Exit(0 if is_ok else 1)
 
 
 def _joined(api_keys: list[str] | None) -> str | None:

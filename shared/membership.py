@@ -44,6 +44,7 @@ class WorkerRecord(BaseModel):
     model_name: str
     model_fingerprint: str
     dtype: str
+    kv_wire_dtype: Literal["auto", "fp8"] = "auto"
     block_size: int
     num_blocks: int
     max_model_len: int

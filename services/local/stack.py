@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -118,11 +119,13 @@ class Stack:
         # A Redis of the user's may serve other stacks too: their workers must not be taken for ours.
         suffix = "" if self._redis is not None else f"@{socket.gethostname()}:{settings.port}"
         # Workers before the router: they take longest.
-        for role, count in (("prefill", plan.num_prefill), ("decode", plan.num_decode)):
+        counts: dict[Literal["prefill", "decode"], int] = {"prefill": plan.num_prefill, "decode": plan.num_decode}
+        for role, count in counts.items():
             num_threads = settings.num_threads or max(1, (os.cpu_count() or 1) // max(1, count))
             for index in range(count):
                 name = f"{role}-{index}"
                 extra = {"PAGEWIRE_WORKER_ID": name + suffix, "PAGEWIRE_NUM_THREADS": str(num_threads)}
+                extra |= _kv_ports(role, index, plan.num_decode)
                 self._add(role, name, redis_url, extra)
         extra = {"PAGEWIRE_HOST": settings.host, "PAGEWIRE_PORT": str(settings.port), "PAGEWIRE_AGGREGATED": str(settings.aggregated)}
         if settings.api_keys is not None:
@@ -133,6 +136,7 @@ class Stack:
         # The terminal is for the user: what services log as information is shown on request (PAGEWIRE_LOG_LEVEL=info).
         environ = {"PAGEWIRE_LOG_LEVEL": "warning", **_without_keys(os.environ), "PAGEWIRE_MODEL": self._settings.model, **extra}
         environ["PAGEWIRE_KV_TRANSPORT"] = self._settings.kv_transport
+        environ["PAGEWIRE_KV_WIRE_DTYPE"] = self._settings.kv_wire_dtype
         environ |= {"REDIS_URL": redis_url, "PAGEWIRE_REDIS_URL": redis_url}
         # What was settled here must not be settled otherwise for one role.
         for setting in ("MODEL", "REDIS_URL", "HOST", "PORT", "WORKER_ID", "AGGREGATED"):
@@ -187,7 +191,10 @@ class Stack:
         """Restart what has died and say so; True when everything runs."""
         all_run = True
         for child in [*self._services, *([self._redis] if self._redis else [])]:
+            pid = child.pid
             ending = child.poll()
+            if child.pid not in (None, pid) and self._plan.is_json:
+                self._emit({"event": "started", "child": child.name, "pid": child.pid})
             if ending is not None and child.failure is not None and is_starting:
                 raise ConfigurationError(child.failure)
             if ending is not None:
@@ -216,6 +223,15 @@ class Stack:
     @staticmethod
     def _emit(event: dict[str, object]) -> None:
         print(json.dumps(event), flush=True)
+
+
+def _kv_ports(role: Literal["prefill", "decode"], index: int, num_decode: int) -> dict[str, str]:
+    """Where ports are given, those of the first worker: each further one takes the next, prefill after decode where they share one."""
+    settings = load_settings(role)
+    ports = {"KV_PORT": settings.kv_port, "KV_ADVERTISE_PORT": settings.kv_advertise_port}
+    is_shared = role == "prefill" and "PAGEWIRE_PREFILL_KV_PORT" not in os.environ
+    position = index + (num_decode if is_shared else 0)
+    return {f"PAGEWIRE_{role.upper()}_{name}": str(port + position * (1 + settings.kv_lanes)) for name, port in ports.items() if port}
 
 
 def _without_keys(environ: Mapping[str, str]) -> dict[str, str]:

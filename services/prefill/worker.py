@@ -84,7 +84,7 @@ class PrefillWorker(WorkerLoop):
             self._sender.offer(
                 message.transfer_id,
                 message.attempt,
-                message.decode,
+                [message.decode],
                 num_prompt_tokens=request.num_prompt_tokens,
                 block_hashes=request.block_hashes,
                 deadline_s=message.deadline_s,

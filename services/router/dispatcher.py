@@ -18,7 +18,7 @@ from services.router.openai.prompt_logprobs import PromptLogprobsAssembler
 from services.router.policy import Candidate, RequestFacts, Route, select
 from services.router.worker_client import WorkerGone
 from services.router.workers import Worker, WorkerDirectory
-from shared.block_hash import BlockHash, encode_extra_keys, hash_full_blocks, root_hash
+from shared.block_hash import BlockHash, encode_extra_keys, hash_full_blocks
 from shared.cache.prefix_index import Holder, PrefixIndexReader
 from shared.config import Settings
 from shared.errors import (
@@ -45,6 +45,7 @@ from shared.messages import (
 )
 from shared.sampling_params import BeamSearchParams, SamplingParams
 from shared.telemetry import SPAN_ROUTE, start_span
+from shared.transport.protocol.kv_format import KVFormat
 
 WORKER_WAIT_S = 5.0
 """How long a request whose worker died waits for another one to appear."""
@@ -128,7 +129,6 @@ class _Pair:
     prefill: Worker | None
     prefix_holder: Worker | None
     """Who has what `route.pull` wants."""
-    hashes: list[BlockHash]
 
     @property
     def computing(self) -> Worker:
@@ -207,23 +207,17 @@ class Dispatcher:
     async def _choose(self, request: EngineRequest, avoid: set[Holder], last_error: PagewireError | None) -> _Pair | None:
         is_aggregated = self._settings.aggregated
         prefill, decode = [] if is_aggregated else self._directory.usable("prefill"), self._directory.usable("decode")
-        dtype = self._directory.dtype
-        if not decode or dtype is None:
+        if not decode:
             return None
         span = start_span(self._tracer, SPAN_ROUTE, request.traceparent)
         try:
-            block_size = self._settings.block_size
-            prompt = request.prompt
-            root = root_hash(self._model_fingerprint, dtype, block_size)
             facts = RequestFacts(
-                len(prompt.token_ids),
-                block_size,
+                len(request.prompt.token_ids),
                 self._settings.local_prefill_max_tokens,
                 is_aggregated,
                 is_scored=request.sampling.num_prompt_logprobs is not None,
             )
-            hashes = prompt.hashes(root, block_size)[: facts.max_usable_blocks]
-            overlap = await self._index.match([worker.holder for worker in (*prefill, *decode)], hashes)
+            overlap = await self._overlap([*prefill, *decode], request.prompt)
             # Those that failed this request are a second choice, except a full one: there it would only wait in the wrong place.
             is_strict = isinstance(last_error, OverloadedError)
             by_id: dict[Holder, Worker] = {worker.holder: worker for worker in (*prefill, *decode)}
@@ -239,16 +233,29 @@ class Dispatcher:
                     "pagewire.route.prefill_overlap_blocks": route.prefill_overlap_blocks,
                     "pagewire.route.decode_overlap_blocks": route.decode_overlap_blocks,
                     "pagewire.route.predicted_ms": route.predicted_ms,
-                    "pagewire.route.num_prompt_blocks": len(hashes),
+                    "pagewire.route.num_prompt_blocks": facts.num_blocks(route.decode),
                     "pagewire.route.prefix_holder": route.pull.holder.worker_id if route.pull else "",
                     "pagewire.route.pull_blocks": route.pull.num_blocks if route.pull else 0,
                 }
             )
             decode_worker = by_id[route.decode.identity]
             prefill_worker = by_id[route.prefill.identity] if route.prefill else None
-            return _Pair(route, decode_worker, prefill_worker, by_id[route.pull.holder.identity] if route.pull else None, hashes)
+            return _Pair(route, decode_worker, prefill_worker, by_id[route.pull.holder.identity] if route.pull else None)
         finally:
             span.end()
+
+    async def _overlap(self, workers: Sequence[Worker], prompt: Prompt) -> dict[Holder, int]:
+        """Blocks of each worker's own size that it has of the prompt. One round trip for each format there is, all at once."""
+        by_format: dict[KVFormat, list[Holder]] = {}
+        for worker in workers:
+            by_format.setdefault(worker.kv_format, []).append(worker.holder)
+        lookups = [self._index.match(holders, self._hashes(prompt, kv_format)) for kv_format, holders in by_format.items()]
+        return {holder: overlap for found in await asyncio.gather(*lookups) for holder, overlap in found.items()}
+
+    def _hashes(self, prompt: Prompt, kv_format: KVFormat) -> list[BlockHash]:
+        """Of the blocks that can be of use: without one that holds the last token."""
+        num_blocks = (len(prompt.token_ids) - 1) // kv_format.block_size
+        return prompt.hashes(kv_format.root(self._model_fingerprint), kv_format.block_size)[:num_blocks]
 
     async def _attempt(
         self, request: EngineRequest, request_id: str, attempt: int, pair: _Pair, has_ended: Callable[[int], bool]
@@ -339,7 +346,7 @@ class Dispatcher:
     def _count_load(self, request: EngineRequest, request_id: str, pair: _Pair) -> None:
         if pair.prefill is not None:
             pair.decode.assign(request_id, 0)
-        num_tokens = len(request.prompt.token_ids) - pair.route.num_saved_blocks * self._settings.block_size
+        num_tokens = len(request.prompt.token_ids) - pair.route.num_saved_tokens
         pair.computing.assign(request_id, num_tokens)
 
     def _send(self, request: EngineRequest, request_id: str, attempt: int, pair: _Pair) -> None:
@@ -387,9 +394,10 @@ class Dispatcher:
         if pull is None or pair.prefix_holder is None:
             return None
         wanted = PrefixPull(transfer_id=new_transfer_id(), num_blocks=pull.num_blocks, timeout_s=pull.timeout_s)
+        hashes = self._hashes(request.prompt, pair.computing.kv_format)
         message = SendPrefix(
             transfer_id=wanted.transfer_id,
-            block_hashes=tuple(block_hash.hex() for block_hash in pair.hashes[: pull.num_blocks]),
+            block_hashes=tuple(block_hash.hex() for block_hash in hashes[: pull.num_blocks]),
             peer=pair.computing.kv_peer,
             deadline_s=min(left_s, PREFIX_HOLD_S + pull.timeout_s),
             traceparent=request.traceparent,

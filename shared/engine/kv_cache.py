@@ -12,14 +12,15 @@ import torch
 
 from kernels.cache_ops import copy_blocks
 from shared.model_files.model_config import ModelConfig
-from shared.transport.protocol.segment_offer import SegmentOffer
+from shared.transport.host_blocks import HostBlocks
+from shared.transport.protocol.kv_layout import KVLayout
 from shared.transport.wires.shared_segment import SharedSegment
 
 logger = logging.getLogger(__name__)
 
 
 class KVCache:
-    """`is_shared`: other processes of this host may read it, at `segment` (None: they may not, or this system has no such memory)."""
+    """`is_shared`: other processes of this host may read it, where this system has such memory."""
 
     def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, is_shared: bool = False) -> None:
         shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
@@ -33,10 +34,6 @@ class KVCache:
         self.tensor = torch.from_numpy(memory).view(dtype).view(shape)
         self._bytes = memory.data
 
-    @property
-    def segment(self) -> SegmentOffer | None:
-        return self._segment.offer if self._segment is not None else None
-
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Key and value cache of one layer, each a view [num_blocks, num_kv_heads, block_size, head_dim]."""
         return self.tensor[:, index, 0], self.tensor[:, index, 1]
@@ -45,9 +42,9 @@ class KVCache:
         """Copy block `source`, all layers of it, over block `target`."""
         copy_blocks(self.tensor, torch.tensor([[source, target]], device=self.tensor.device))
 
-    def block_view(self, block_id: int) -> memoryview:
-        """The bytes of one block, writable, without a copy: [num_layers][K|V][kv_head][token][head_dim]."""
-        return self._bytes[block_id * self.block_nbytes : (block_id + 1) * self.block_nbytes]
+    def blocks(self, layout: KVLayout) -> HostBlocks:
+        """The same memory, as the KV transfer reads and writes it."""
+        return HostBlocks(layout, self._bytes, self._segment.offer if self._segment is not None else None)
 
     @staticmethod
     def bytes_per_block(config: ModelConfig, block_size: int, itemsize: int) -> int:

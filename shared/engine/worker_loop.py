@@ -82,8 +82,7 @@ class WorkerLoop(ABC):
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.prefixes = PrefixExchange(
             self.layout,
-            self.engine.cache,
-            self.engine.cache.segment,
+            self.engine.cache.blocks(self.layout),
             self.engine.manager,
             self.incarnation,
             self.clock,
@@ -297,6 +296,7 @@ class WorkerLoop(ABC):
             model_name=self._source.name,
             model_fingerprint=self._source.fingerprint,
             dtype=self.engine.dtype_name,
+            kv_wire_dtype=self.settings.kv_wire_dtype,
             block_size=self.settings.block_size,
             num_blocks=len(self.engine.manager.pool.blocks),
             max_model_len=self.engine.max_model_len,

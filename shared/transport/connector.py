@@ -7,15 +7,41 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shared.transport.protocol.control import ControlMessage
-from shared.transport.protocol.frames import DataHeader
+from shared.transport.protocol.frames import DataHeader, KVDtype
+from shared.transport.protocol.region import Region
+from shared.transport.protocol.segment_offer import SegmentOffer
 from shared.transport.protocol.transport_name import TransportName
+from shared.transport.protocol.wire_dtype import WireCodec
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBytes:
+    """What a memory gave to be sent; it stays as it is for as long as `view` is referenced, or until its blocks are given back."""
+
+    view: memoryview
+    """The bytes of the regions, one after the other, each [layer][K|V][head][token][head_dim]."""
+    segment_offset: int | None = None
+    """Where they stand in the memory's segment, if they do."""
 
 
 class BlockMemory(Protocol):
-    """The KV cache of one worker, seen as bytes."""
+    """The KV cache of one worker as the transfer sees it. Called on the threads of the lanes, several at a time."""
 
-    def block_view(self, block_id: int) -> memoryview:
-        """Writable, contiguous, format 'B', KVLayout.block_nbytes long: [layer][K|V][kv_head][token][head_dim]."""
+    segment: SegmentOffer | None
+    """Memory of this process that others of the host may read, if there is any."""
+    preferred_chunk_bytes: int
+    """Blocks are put together into chunks of up to this size; 0: each goes by itself."""
+
+    def read(self, regions: Sequence[Region]) -> StoredBytes:
+        """May block while the bytes are on their way."""
+        ...
+
+    def write(self, regions: Sequence[Region], data: memoryview) -> memoryview | None:
+        """On return the bytes have landed. Gives them as they are now, where they can be looked at without a copy."""
+        ...
+
+    def adopt(self, segment: memoryview) -> None:
+        """`write` will be called with parts of this, which another process wrote. It may vanish when nobody refers to it."""
         ...
 
 
@@ -37,6 +63,8 @@ class CommitInfo:
     """What a completed transfer was. Times are Clock.now_s() of the receiver; chunk times are None when nothing was missing."""
 
     transport: TransportName
+    src_dtype: KVDtype
+    """The sender's number format, of its hidden state too."""
     num_prompt_tokens: int
     num_cached_tokens: int
     """Prompt tokens that prefill had cached."""
@@ -68,6 +96,26 @@ class ReceiverEvents(Protocol):
     def on_failed(self, transfer_id: str, reason: str) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class DataMessage:
+    """What a lane is to send: a header, and where the bytes are. Its checksum is taken when they are read, unless it is known already."""
+
+    header: DataHeader
+    regions: tuple[Region, ...] = ()
+    codec: WireCodec | None = None
+    by_notice: bool = False
+    """Where the memory can be read by the receiver, tell it where; send no bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRead:
+    """A lane has read a chunk: nothing of it will be read again for this message. `failure`: it could not, or did not try."""
+
+    header: DataHeader
+    stored: StoredBytes | None = None
+    failure: str = ""
+
+
 class ReceiverWire(Protocol):
     """How the receiver's state machine speaks. Must not block; may be called with the state's lock held."""
 
@@ -81,15 +129,15 @@ class SenderWire(ReceiverWire, Protocol):
         """`server_key`: the public CURVE key of whoever must answer."""
         ...
 
-    def open_lanes(
-        self, peer: str, endpoints: tuple[str, ...], probes: Sequence[tuple[DataHeader, memoryview]], are_encrypted: bool
-    ) -> None:
+    def open_lanes(self, peer: str, endpoints: tuple[str, ...], probes: Sequence[DataMessage], are_encrypted: bool) -> None:
         """`probes` go over each lane first, by which the receiver measures it."""
         ...
 
     def close_peer(self, peer: str) -> None: ...
 
-    def send_data(self, peer: str, lane: int, header: DataHeader, payload: memoryview) -> None: ...
+    def send_data(self, peer: str, lane: int, message: DataMessage) -> None:
+        """A CHUNK is answered by exactly one SenderState.on_chunk_read, also when the lane is closed before its turn."""
+        ...
 
 
 FrameTap = Callable[[DataHeader, memoryview], memoryview | None]

@@ -23,7 +23,6 @@ from shared.messages import PrefixPull, SendPrefix
 from shared.request import Request, RequestStatus
 from shared.transport.connector import BlockMemory, CommitInfo, ReceiverEvents, SenderEvents
 from shared.transport.protocol.kv_layout import KVLayout
-from shared.transport.protocol.segment_offer import SegmentOffer
 from shared.transport.receiving.kv_receiver import KVReceiver
 from shared.transport.sending.kv_sender import KVSender
 
@@ -48,7 +47,6 @@ class PrefixExchange:
         self,
         layout: KVLayout,
         memory: BlockMemory,
-        segment: SegmentOffer | None,
         manager: KVCacheManager,
         incarnation: int,
         clock: Clock,
@@ -71,9 +69,9 @@ class PrefixExchange:
         self._offered: set[str] = set()  # transfer ids
         self._pulls: dict[str, _Pull] = {}  # by transfer id
         self._counters = Counter(dict.fromkeys(COUNTERS, 0))
-        self.sender = KVSender(layout, memory, incarnation, _SenderEvents(self, sender_events), clock, settings, worker_id, segment=segment)
+        self.sender = KVSender(layout, memory, incarnation, _SenderEvents(self, sender_events), clock, settings, worker_id)
         self.receiver = KVReceiver(
-            layout, memory, incarnation, _ReceiverEvents(self, receiver_events), clock, settings, worker_id, advertise_host=advertise_host
+            layout, memory, incarnation, _ReceiverEvents(self, receiver_events), clock, settings, advertise_host=advertise_host
         )
 
     def counters(self) -> dict[str, float]:
@@ -101,7 +99,7 @@ class PrefixExchange:
             self._counters["kv_prefix_offered_blocks"] += len(block_ids)
         num_tokens = len(block_ids) * self._block_size
         try:
-            self.sender.offer(transfer_id, 0, message.peer, num_tokens, hashes[: len(block_ids)], message.deadline_s, message.traceparent)
+            self.sender.offer(transfer_id, 0, [message.peer], num_tokens, hashes[: len(block_ids)], message.deadline_s, message.traceparent)
         except TransferError:
             self._release(transfer_id)
             return

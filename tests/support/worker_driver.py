@@ -12,7 +12,7 @@ import redis
 import zmq
 from local_stack import LocalStack
 
-from shared.block_hash import encode_extra_keys, hash_full_blocks, root_hash
+from shared.block_hash import encode_extra_keys, hash_full_blocks
 from shared.ids import new_transfer_id
 from shared.membership import WorkerRecord, parse_record, worker_key
 from shared.messages import (
@@ -30,6 +30,7 @@ from shared.messages import (
     encode,
 )
 from shared.sampling_params import SamplingParams
+from shared.transport.protocol.kv_format import KVFormat
 
 _numbers = itertools.count()
 
@@ -119,7 +120,7 @@ class WorkerDriver:
     ) -> PrefixPull:
         """What the router does before it sends the request."""
         record = self.record(holder)
-        root = root_hash(record.model_fingerprint, record.dtype, record.block_size)
+        root = KVFormat(record.dtype, record.block_size, record.kv_wire_dtype).root(record.model_fingerprint)
         hashes = hash_full_blocks(root, prompt, record.block_size, encode_extra_keys(cache_salt))[:num_blocks]
         assert len(hashes) == num_blocks
         pull = PrefixPull(transfer_id=new_transfer_id(), num_blocks=num_blocks, timeout_s=timeout_s)

@@ -33,7 +33,7 @@ def test_as_many_blocks_as_the_holder_has_are_taken(num_offered):
     assert info.num_bytes == info.num_blocks_missing * LAYOUT.block_nbytes
     assert pair.is_copied([index for index in missing if index < num_offered])
     untouched = [index for index in range(NUM_WANTED) if index not in missing or index >= num_offered]
-    assert all(pair.target.read(15 - index) == bytes(LAYOUT.block_nbytes) for index in untouched)
+    assert all(pair.target.block(15 - index) == bytes(LAYOUT.block_nbytes) for index in untouched)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_anything_but_the_beginning_is_refused_and_nothing_is_written(num_offere
     (reason,) = pair.receiver_log.ended[TRANSFER]
     assert "block_hashes" in reason
     assert pair.sender_log.ended[TRANSFER][0] is not None
-    assert all(pair.target.read(block_id) == bytes(LAYOUT.block_nbytes) for block_id in range(16))
+    assert all(pair.target.block(block_id) == bytes(LAYOUT.block_nbytes) for block_id in range(16))
 
 
 def test_a_grant_is_not_made_shorter_by_a_second_offer():

@@ -36,7 +36,7 @@ class Worker:
         self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         settings = Settings(kv_lanes=1, kv_max_chunk_bytes=LAYOUT.block_nbytes)
         self.exchange = PrefixExchange(
-            LAYOUT, self.memory, None, self.manager, self.incarnation, SystemClock(), settings, name, "127.0.0.1", self.inbox.put
+            LAYOUT, self.memory, self.manager, self.incarnation, SystemClock(), settings, name, "127.0.0.1", self.inbox.put
         )
 
     @property
@@ -116,7 +116,7 @@ def test_pulled_blocks_are_the_holders_bytes_and_are_cached(holder: Worker, pull
     for block_hash in hashes:
         theirs, ours = holder.manager.pool.get_cached(block_hash), puller.manager.pool.get_cached(block_hash)
         assert theirs is not None and ours is not None
-        assert holder.memory.read(theirs.block_id) == puller.memory.read(ours.block_id)
+        assert holder.memory.block(theirs.block_id) == puller.memory.block(ours.block_id)
     holder.run_until(lambda: holder.manager.num_used() == 0)
     assert holder.exchange.counters()["kv_prefix_offered_blocks"] == puller.exchange.counters()["kv_prefix_pulled_blocks"] == NUM_BLOCKS
 
