@@ -161,7 +161,7 @@ def test_requests_that_want_the_same_prefix_share_one_pull(case: Case) -> None:
         case = Case(case.driver)
         case.run([*PREFIX, 7], "prefill-0", "decode-0")
         pulls = Pulls(case, puller)
-        prompts = (PROMPT, OTHER_PROMPT, PROMPT)
+        prompts = (PROMPT, OTHER_PROMPT)
         wanted = [case.ask("prefill-0", puller, prompt) for prompt in prompts]
         answers = [case.start(prompt, prefill_of(puller), "decode-1", pull) for prompt, pull in zip(prompts, wanted, strict=True)]
         for answer in answers:
