@@ -109,11 +109,13 @@ class DataMessage:
 
 @dataclass(frozen=True, slots=True)
 class ChunkRead:
-    """A lane has read a chunk: nothing of it will be read again for this message. `failure`: it could not, or did not try."""
+    """A lane has done with a chunk: nothing of it will be read again for this message."""
 
     header: DataHeader
     stored: StoredBytes | None = None
+    """None: it was not read."""
     failure: str = ""
+    """Why it could not be, or was not tried."""
 
 
 class ReceiverWire(Protocol):
@@ -137,6 +139,10 @@ class SenderWire(ReceiverWire, Protocol):
 
     def send_data(self, peer: str, lane: int, message: DataMessage) -> None:
         """A CHUNK is answered by exactly one SenderState.on_chunk_read, also when the lane is closed before its turn."""
+        ...
+
+    def drop_data(self, peer: str, *, lane: int | None = None, transfer_id: str | None = None) -> None:
+        """Of what was given to send_data, that which no lane has begun to read is not sent: on `lane`, of `transfer_id`, or all of it."""
         ...
 
 

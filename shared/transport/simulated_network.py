@@ -284,6 +284,9 @@ class MemorySenderWire:
             self._network.report_read(self._name, peer, header, read)
         self._network.post_data(self._name, self._endpoints[peer], lane, header, payload)
 
+    def drop_data(self, peer: str, *, lane: int | None = None, transfer_id: str | None = None) -> None:
+        pass  # everything is read when it is sent
+
 
 class MemoryReceiverWire:
     """ReceiverWire of any receiver: peers are addressed as their sender's wire named them."""

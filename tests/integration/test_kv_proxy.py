@@ -34,11 +34,11 @@ def _is_chunk(frames) -> bool:
 class ProxiedPair:
     """A sender and a receiver with a fault proxy between them."""
 
-    def __init__(self, lane_security: str = "plain-trusted") -> None:
+    def __init__(self, lane_security: str = "plain-trusted", **changes: int) -> None:
         num_ports = 1 + SETTINGS.kv_lanes
         port, shown = free_ports(num_ports), free_ports(num_ports)
         self.settings = SETTINGS.model_copy(
-            update={"kv_port": port, "kv_advertise_port": shown, "kv_transport": "tcp", "kv_lane_security": lane_security}
+            update={"kv_port": port, "kv_advertise_port": shown, "kv_transport": "tcp", "kv_lane_security": lane_security} | changes
         )
         self.proxy = FaultProxy([(shown + index, port + index) for index in range(num_ports)])
         self.control, *self.lanes = self.proxy.links
@@ -51,13 +51,13 @@ class ProxiedPair:
         self.sender = KVSender(LAYOUT, self.source, new_incarnation(), self.sender_log, SystemClock(), self.settings, "prefill-0")
         self.proxy.start()
 
-    def run(self, timeout_s: float = 8.0) -> float:
+    def run(self, timeout_s: float = 8.0, transfer_id: str = TRANSFER) -> float:
         """One transfer of all blocks; seconds until both sides have ended."""
         start = time.monotonic()
-        self.sender.offer(TRANSFER, 0, [self.peer], NUM_TOKENS, [], 60.0)
-        self.receiver.expect(TRANSFER, 0, range(NUM_BLOCKS), range(NUM_BLOCKS), NUM_TOKENS, 60.0)
-        self.sender.send_blocks(TRANSFER, [(index, index) for index in range(NUM_BLOCKS)])
-        self.sender.commit(TRANSFER, b"hidden", 0)
+        self.sender.offer(transfer_id, 0, [self.peer], NUM_TOKENS, [], 60.0)
+        self.receiver.expect(transfer_id, 0, range(NUM_BLOCKS), range(NUM_BLOCKS), NUM_TOKENS, 60.0)
+        self.sender.send_blocks(transfer_id, [(index, index) for index in range(NUM_BLOCKS)])
+        self.sender.commit(transfer_id, b"hidden", 0)
         while not (self.sender_log.ended and self.receiver_log.ended):
             assert time.monotonic() - start < timeout_s, "did not end in time"
             time.sleep(0.005)
@@ -156,6 +156,38 @@ def test_lane_that_does_not_come_back_leaves_its_chunks_to_the_others():
         assert pair.run(20) < 4.0
         assert pair.is_exact
         assert pair.sender.counters()["lanes_given_up"] == 1
+
+
+def test_lane_given_up_lets_go_of_all_it_was_to_send():
+    """Many credits make its queue long: a chunk that it was still to read would keep the COMMIT, and the blocks, until it is back."""
+    with proxied_pair(kv_credits=32) as pair:
+        pair.run()
+        pair.sender_log.ended.clear()
+        pair.receiver_log.ended.clear()
+        pair.lanes[0].forward.is_frozen = pair.lanes[0].back.is_frozen = True
+        pair.proxy.cut(pair.lanes[0], abruptly=True)
+        assert pair.run(transfer_id="cd" * 16) < 4.0
+        assert pair.receiver_log.ended == {"cd" * 16: [None]} == pair.sender_log.ended
+        assert pair.sender.counters()["lanes_given_up"] == 1
+
+
+def test_aborted_transfer_gives_its_blocks_back_also_while_its_lanes_are_broken():
+    with proxied_pair(kv_credits=32) as pair:
+        pair.run()
+        for lane in pair.lanes:
+            lane.forward.is_frozen = lane.back.is_frozen = True
+            pair.proxy.cut(lane, abruptly=True)
+        other = "cd" * 16
+        pair.sender.offer(other, 0, [pair.peer], NUM_TOKENS, [], 60.0)
+        pair.receiver.expect(other, 0, range(NUM_BLOCKS), range(NUM_BLOCKS), NUM_TOKENS, 60.0)
+        pair.sender.send_blocks(other, [(index, index) for index in range(NUM_BLOCKS)])
+        time.sleep(0.3)
+        assert pair.sender.counters()["chunks_sent"] > 40, "they wait on the lanes"
+        pair.sender.abort(other, "client left")
+        start = time.monotonic()
+        while other not in pair.sender_log.ended:
+            assert time.monotonic() - start < 0.5, "its blocks are kept"
+            time.sleep(0.005)
 
 
 def test_damaged_byte_of_encrypted_control_fails_nothing_silently():

@@ -215,6 +215,12 @@ class KVSender:
     def send_data(self, peer: str, lane: int, message: DataMessage) -> None:
         self._links[peer].lanes[lane].send(message)
 
+    def drop_data(self, peer: str, *, lane: int | None = None, transfer_id: str | None = None) -> None:
+        link = self._links.get(peer)
+        if link is not None:
+            for dropping in link.lanes if lane is None else [link.lanes[lane]]:
+                dropping.drop(transfer_id)
+
     # The control thread
 
     def _run(self) -> None:

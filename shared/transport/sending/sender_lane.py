@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 
 import zmq
@@ -31,13 +31,16 @@ class SenderLane:
         tap: FrameTap | None,
         secure: Callable[[SyncSocket], None],
     ) -> None:
-        """`on_read(transfer_id, chunk_seq, read)` is called once for each CHUNK; `secure` with the socket before it connects."""
+        """`on_read(transfer_id, chunk_seq, read)` is called once for each CHUNK, on this lane's thread or by `drop` on its caller's;
+        `secure` with the socket before it connects."""
         self._endpoint = endpoint
         self._memory = memory
         self._on_read = on_read
         self._tap = tap
         self._secure = secure
-        self._queue: queue.SimpleQueue[DataMessage | None] = queue.SimpleQueue()
+        self._queue: deque[DataMessage] = deque()
+        self._changed = threading.Condition()
+        """Guards the queue; told when it grows, and at the end."""
         self._is_closed = threading.Event()
         self._context = new_context()
         self._sock = new_lane_socket(self._context, zmq.PUSH, max_chunk_bytes, _SEND_TIMEOUT_MS)
@@ -46,7 +49,18 @@ class SenderLane:
         self._thread.start()
 
     def send(self, message: DataMessage) -> None:
-        self._queue.put(message)
+        with self._changed:
+            self._queue.append(message)
+            self._changed.notify()
+
+    def drop(self, transfer_id: str | None = None) -> None:
+        """Send nothing more of what waits, of one transfer or at all. Each CHUNK of it is reported as not read: a lane whose connection
+        is broken would keep its blocks until it is back."""
+        with self._changed:
+            waiting = [message for message in self._queue if transfer_id in (None, message.header.transfer_id.hex())]
+            self._queue = deque(message for message in self._queue if transfer_id not in (None, message.header.transfer_id.hex()))
+        for message in waiting:
+            self._report(message, ChunkRead(message.header))
 
     def connection_changes(self) -> list[bool]:
         """What has happened to the connection since the last call: True, it was made; False, it broke. For one thread only."""
@@ -62,8 +76,9 @@ class SenderLane:
     def close(self) -> None:
         """Stop at once; what is queued is dropped. On the thread that reads `connection_changes`."""
         self._monitor.close(0)
-        self._is_closed.set()
-        self._queue.put(None)
+        with self._changed:
+            self._is_closed.set()
+            self._changed.notify()
 
     def join(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)
@@ -76,15 +91,21 @@ class SenderLane:
         except zmq.ZMQError as error:
             logger.warning("KV lane to %s cannot be opened: %s", self._endpoint, error)
             failure = f"the prefill worker cannot open a lane: {error}"
-        while (message := self._queue.get()) is not None:
+        while (message := self._next()) is not None:
             if self._is_closed.is_set() or failure:
                 self._report(message, ChunkRead(message.header, failure=failure or "the lane was closed"))
             else:
                 self._take(message)
-        # Behind the end mark nothing is put any more: close() comes from the thread that sends.
+        # After close() nothing is put any more: it comes from the thread that sends.
         self._sock.disable_monitor()
         self._sock.close(0)
         self._context.term()
+
+    def _next(self) -> DataMessage | None:
+        """None: the lane is closed and nothing is left to be answered."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._is_closed.is_set())
+            return self._queue.popleft() if self._queue else None
 
     def _take(self, message: DataMessage) -> None:
         """Read, report, send. The report comes first: the answer to a chunk must not overtake it."""

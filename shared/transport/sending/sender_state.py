@@ -278,13 +278,14 @@ class SenderState:
         if read.failure:
             self._fail(transfer, read.failure)
             return
-        if chunk.stored is None:
-            transfer.num_bytes += read.header.payload_nbytes
-            transfer.digest = (transfer.digest + read.header.checksum) & 0xFFFF_FFFF_FFFF_FFFF
-            self._counters["bytes_sent"] += read.header.payload_nbytes
-        chunk.header = read.header
-        # The credit may have come before this report.
-        chunk.stored = read.stored if seq in transfer.in_flight else _GIVEN_BACK
+        if read.stored is not None:
+            if chunk.stored is None:
+                transfer.num_bytes += read.header.payload_nbytes
+                transfer.digest = (transfer.digest + read.header.checksum) & 0xFFFF_FFFF_FFFF_FFFF
+                self._counters["bytes_sent"] += read.header.payload_nbytes
+            chunk.header = read.header
+            # The credit may have come before this report.
+            chunk.stored = read.stored if seq in transfer.in_flight else _GIVEN_BACK
         if transfer.commit_request is not None:
             self._pump(transfer)
 
@@ -411,6 +412,7 @@ class SenderState:
     def _give_up_lane(self, connection: Connection, lane: int) -> None:
         self._counters["lanes_given_up"] += 1
         logger.warning("KV lane %d to %s is broken; its chunks go over the others", lane, connection.key)
+        self._wire.drop_data(connection.key, lane=lane)
         for transfer in self._transfers_to(connection.key):
             lost = list(transfer.on_lane(lane))
             self._release(transfer, lost)
@@ -647,6 +649,8 @@ class SenderState:
         self._release(transfer, list(transfer.in_flight))
         transfer.pending.clear()
         transfer.resend.clear()
+        if transfer.num_reading:
+            self._wire.drop_data(transfer.peer, transfer_id=transfer.transfer_id)
         if reason is not None and outgoing.failure is None:
             outgoing.failure = reason
             for other in list(outgoing.parts.values()):
