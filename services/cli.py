@@ -41,6 +41,7 @@ def up(
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port the router listens on. Default: 8000.")] = None,
     aggregated: Annotated[bool, typer.Option("--aggregated", help="No prefill workers: decode workers compute prompts too.")] = False,
     transport: Annotated[str | None, typer.Option(help="How KV travels: shm, ipc or tcp. Default: auto, the fastest that works.")] = None,
+    load_format: Annotated[str | None, typer.Option(help="dummy: random weights, for a directory that has none.")] = None,
     redis: RedisUrl = None,
     api_key: ApiKeys = None,
     as_json: Json = False,
@@ -52,8 +53,9 @@ def up(
     import os  # isort: skip
 
     settings = load_settings(
-        "router", model=model, host=host, port=port, aggregated=aggregated or None, api_keys=_joined(api_key), kv_transport=transport
-    )
+        "router", model=model, host=host, port=port, aggregated=aggregated or None, api_keys=_joined(api_key), kv_transport=transport,
+        load_format=load_format,
+    )  # fmt: skip
     if settings.aggregated and prefill is not None:
         raise ConfigurationError("--prefill and --aggregated exclude each other: an aggregated system has no prefill workers")
     num_prefill = 0 if settings.aggregated else prefill or 1

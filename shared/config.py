@@ -25,8 +25,11 @@ class Settings(BaseModel):
     model: str = Field("smollm2", description="'smollm2' (packaged), a .gguf file, a Hugging Face directory, or a Hub id")
     served_model_name: str | None = Field(None, description="name in the API; default: derived from the model")
     max_model_len: int | None = Field(None, ge=2, description="prompt + output tokens; default: the model's own limit")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: float32 on CPU")
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: float32 on a CPU, bfloat16 on a GPU")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is a GPU that can run the model")
+    load_format: Literal["auto", "dummy"] = Field(
+        "auto", description="dummy: random weights for a Hugging Face directory that has none, to measure speed"
+    )
     num_threads: int | None = Field(None, ge=1, description="CPU threads of a worker's engine; default: all cores")
 
     # Where things are
@@ -69,6 +72,9 @@ class Settings(BaseModel):
     kv_min_gb_per_s: float = Field(0.1, ge=0, description="decode: a wire that is slower when probed is warned about")
     kv_lanes: int = Field(2, ge=1, le=4, description="data sockets between one prefill and one decode worker")
     kv_max_chunk_bytes: int = Field(4 << 20, ge=4096)
+    kv_layer_groups: int | None = Field(
+        None, ge=1, description="prefill: parts of a step's layers that leave one by one; default: 4 on a GPU, 1 on a CPU"
+    )
     kv_credits: int = Field(16, ge=1, description="chunks in flight per transfer")
     kv_peer_timeout_s: float = Field(1.5, gt=0.5, description="a peer of which nothing is heard for this long is dead")
     kv_progress_timeout_s: float = Field(10.0, gt=0, description="a transfer that a live peer neither goes on with nor renews has failed")

@@ -238,7 +238,8 @@ class DecodeWorker(WorkerLoop):
         request.num_cached_tokens = info.num_cached_tokens
         self.engine.manager.publish_full_blocks(request)
         self.engine.scheduler.add_running(request)
-        self._committed.append((job.sequences[0], torch.frombuffer(bytearray(hidden_state), dtype=self.engine.dtype)))
+        hidden = torch.frombuffer(bytearray(hidden_state), dtype=self.engine.dtype)
+        self._committed.append((job.sequences[0], hidden.to(self.engine.device)))
 
     def _transfer_failed(self, transfer_id: str, reason: str) -> None:
         job = self._jobs.get(self._by_transfer.pop(transfer_id, ""))

@@ -19,14 +19,26 @@ logger = logging.getLogger(__name__)
 
 
 class KVCache:
-    """`is_shared`: other processes of this host may read it, at `segment` (None: they may not, or this system has no such memory)."""
+    """`is_shared`: other processes of this host may read it, at `segment` (None: they may not, or it is no memory they can map)."""
 
-    def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, is_shared: bool = False) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device = torch.device("cpu"),  # noqa: B008 - a value, like a string
+        is_shared: bool = False,
+    ) -> None:
         shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
         self.block_size = block_size
         self.block_nbytes = self.bytes_per_block(config, block_size, dtype.itemsize)
         # Zeros, not empty: attention masks unused slots, and a mask does not silence a NaN. numpy's zeros come from the system
         # untouched, so a block costs memory when it is first used; torch.zeros would write all of it at start.
+        self._segment: SharedSegment | None = None
+        if device.type == "cuda":
+            self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+            return
         size_bytes = num_blocks * self.block_nbytes
         self._segment = _new_segment(size_bytes) if is_shared else None
         memory = np.zeros(size_bytes, dtype=np.uint8) if self._segment is None else np.frombuffer(self._segment.view, np.uint8)
@@ -44,6 +56,8 @@ class KVCache:
     def copy_block(self, source: int, target: int) -> None:
         """Copy block `source`, all layers of it, over block `target`."""
         copy_blocks(self.tensor, torch.tensor([[source, target]], device=self.tensor.device))
+        if self.tensor.is_cuda:  # the source may be given back, and filled from elsewhere, as soon as this returns
+            torch.cuda.current_stream(self.tensor.device).synchronize()
 
     def block_view(self, block_id: int) -> memoryview:
         """The bytes of one block, writable, without a copy: [num_layers][K|V][kv_head][token][head_dim]."""

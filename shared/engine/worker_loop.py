@@ -22,6 +22,7 @@ from shared.cache.redis_prefix_index import RedisPrefixIndexWriter
 from shared.clock import SystemClock
 from shared.config import Settings
 from shared.engine.engine_core import EngineCore, StepResult
+from shared.engine.layer_groups import OnLayers
 from shared.ids import new_incarnation
 from shared.lease_keeper import LeaseKeeper
 from shared.membership import WorkerRecord, WorkerStats
@@ -114,6 +115,10 @@ class WorkerLoop(ABC):
     def on_scheduled(self, output: SchedulerOutput) -> None:
         """Engine thread: `output` is about to run."""
 
+    def layer_listener(self, output: SchedulerOutput) -> OnLayers | None:
+        """Engine thread: who is told, while `output` runs, of each group of layers whose KV is complete."""
+        return None
+
     @abstractmethod
     def on_computed(self, result: StepResult) -> None:
         """Engine thread: `result` was computed and booked."""
@@ -177,7 +182,7 @@ class WorkerLoop(ABC):
             return
         self.on_scheduled(output)
         try:
-            result = self.engine.run(output)
+            result = self.engine.run(output, self.layer_listener(output))
         except Exception as error:
             self._handle_failed_step(output, error)
             return

@@ -116,12 +116,13 @@ class KVSender:
         trace = traceparent if len(traceparent) <= 64 else ""
         self._do(lambda: self._state.offer(transfer_id, attempt, peer, num_prompt_tokens, block_hashes, deadline_s, trace))
 
-    def send_blocks(self, transfer_id: str, blocks: Sequence[tuple[int, int]]) -> None:
-        """(block_index, block_id) pairs whose KV is complete and will not change; only those the GRANT misses are sent.
+    def send_blocks(self, transfer_id: str, blocks: Sequence[tuple[int, int]], layers: tuple[int, int] | None = None) -> None:
+        """(block_index, block_id) pairs whose KV is complete and will not change; only those the GRANT misses are sent. `layers`:
+        (start, count) of what is complete of them, in order; None: all.
 
         The blocks belong to the transfer until on_committed or on_failed, also after abort.
         """
-        self._do(lambda: self._state.send_blocks(transfer_id, blocks))
+        self._do(lambda: self._state.send_blocks(transfer_id, blocks, layers))
 
     def commit(self, transfer_id: str, hidden_state: bytes, num_cached_tokens: int) -> None:
         """After all blocks have been handed to send_blocks. Raises TransferError when the hidden state is too large."""

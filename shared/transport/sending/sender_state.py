@@ -147,7 +147,7 @@ class SenderState:
         elif connection.is_ready:
             self._send_offer(transfer)
 
-    def send_blocks(self, transfer_id: str, blocks: Sequence[tuple[int, int]]) -> None:
+    def send_blocks(self, transfer_id: str, blocks: Sequence[tuple[int, int]], layers: tuple[int, int] | None = None) -> None:
         """Queue (block_index, block_id) pairs whose KV is complete; those the receiver has already are skipped."""
         transfer = self._transfers.get(transfer_id)
         if transfer is None:
@@ -155,9 +155,15 @@ class SenderState:
         for block_index, block_id in blocks:
             if block_index in transfer.queued or not 0 <= block_index < transfer.num_blocks:
                 continue
+            if layers is not None and sum(layers) < self._layout.num_layers:
+                if transfer.phase is not Phase.OFFERED:  # else they go with the last group, at the latest
+                    transfer.num_layers_queued[block_index] = sum(layers)
+                    self._enqueue(transfer, block_index, block_id, *layers)
+                continue
             transfer.queued[block_index] = block_id
             if transfer.phase is not Phase.OFFERED:
-                self._enqueue(transfer, block_index, block_id)
+                start = transfer.num_layers_queued.pop(block_index, 0)
+                self._enqueue(transfer, block_index, block_id, start, self._layout.num_layers - start)
         self._pump(transfer)
 
     def commit(self, transfer_id: str, hidden_state: bytes, num_cached_tokens: int) -> None:
@@ -351,7 +357,7 @@ class SenderState:
         transfer.last_progress_s = self._clock.now_s()
         self._counters["bytes_deduped"] += (transfer.num_blocks - len(transfer.missing)) * self._layout.block_nbytes
         for block_index, block_id in transfer.queued.items():
-            self._enqueue(transfer, block_index, block_id)
+            self._enqueue(transfer, block_index, block_id, 0, self._layout.num_layers)
         _tell(self._events.on_granted, transfer.transfer_id)
         self._pump(transfer)
 
@@ -390,9 +396,11 @@ class SenderState:
 
     # Sending
 
-    def _enqueue(self, transfer: SenderTransfer, block_index: int, block_id: int) -> None:
+    def _enqueue(self, transfer: SenderTransfer, block_index: int, block_id: int, layer_start: int, layer_count: int) -> None:
         if block_index in transfer.missing:
-            transfer.take_ranges(block_index, block_id, self._connections[transfer.peer].layer_ranges)
+            size, end = self._connections[transfer.peer].layer_ranges[0][1], layer_start + layer_count
+            ranges = [(start, min(size, end - start)) for start in range(layer_start, end, size)]
+            transfer.take_ranges(block_index, block_id, ranges)
 
     def _pump(self, transfer: SenderTransfer) -> None:
         """Send what the credits allow, then the fence and the COMMIT when they are due."""

@@ -55,6 +55,8 @@ class SenderTransfer:
     missing: frozenset[int] = frozenset()
     queued: dict[int, int] = field(default_factory=dict)
     """Block index -> block id of everything handed to send_blocks."""
+    num_layers_queued: dict[int, int] = field(default_factory=dict)
+    """Of the blocks of which only the first layers were handed over."""
     pending: deque[Chunk] = field(default_factory=deque)
     sent: list[Chunk] = field(default_factory=list)
     """Chunks in the order of their chunk_seq."""
