@@ -1,0 +1,46 @@
+// Copies between pieces of memory of any kind, and memory of another process's GPU.
+#include <cuda.h>
+#include "launch.cuh"
+
+// to[i], from[i]: addresses, on the host. Pieces that follow each other on both sides go in one copy.
+EXPORT const char* launch_copy_pieces(const int64_t* to, const int64_t* from, int64_t num_pieces, int64_t piece_bytes, cudaStream_t stream) {
+    for (int64_t i = 0; i < num_pieces;) {
+        int64_t n = 1;
+        while (i + n < num_pieces && to[i + n] == to[i] + n * piece_bytes && from[i + n] == from[i] + n * piece_bytes) n++;
+        cudaError_t error = cudaMemcpyAsync((void*)to[i], (const void*)from[i], n * piece_bytes, cudaMemcpyDefault, stream);
+        if (error != cudaSuccess) return cudaGetErrorString(error);
+        i += n;
+    }
+    return nullptr;
+}
+
+// The handle of the allocation that holds `address`, and how far into it that is.
+EXPORT const char* export_device_memory(const void* address, char* handle, int64_t* offset, int64_t* size) {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    cudaError_t error = cudaGetDriverEntryPointByVersion("cuMemGetAddressRange", &function, 12000, cudaEnableDefault, &found);
+    if (error != cudaSuccess || function == nullptr) return "the driver has no cuMemGetAddressRange";
+    CUdeviceptr base = 0;
+    size_t bytes = 0;
+    if (((CUresult(*)(CUdeviceptr*, size_t*, CUdeviceptr))function)(&base, &bytes, (CUdeviceptr)address) != CUDA_SUCCESS)
+        return "this is no memory of a GPU";
+    static_assert(sizeof(cudaIpcMemHandle_t) == 64, "the handle has 64 bytes");
+    error = cudaIpcGetMemHandle((cudaIpcMemHandle_t*)handle, (void*)base);
+    *offset = (int64_t)((CUdeviceptr)address - base);
+    *size = (int64_t)bytes;
+    return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+// Maps it on GPU `device`, which may be another than the one it lies on.
+EXPORT const char* open_device_memory(const char* handle, int device, void** address) {
+    cudaError_t error = cudaSetDevice(device);
+    if (error == cudaSuccess) error = cudaIpcOpenMemHandle(address, *(const cudaIpcMemHandle_t*)handle, cudaIpcMemLazyEnablePeerAccess);
+    if (error != cudaSuccess) cudaGetLastError();
+    return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+EXPORT const char* close_device_memory(void* address, int device) {
+    cudaError_t error = cudaSetDevice(device);
+    if (error == cudaSuccess) error = cudaIpcCloseMemHandle(address);
+    return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
