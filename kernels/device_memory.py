@@ -24,7 +24,6 @@ class DeviceMemoryHandle:
     """Of the whole allocation; HANDLE_NBYTES."""
     offset: int
     """Bytes into it."""
-    allocation_nbytes: int
 
 
 def libraries() -> list[Library]:
@@ -37,7 +36,7 @@ def _library() -> ctypes.CDLL:
     loaded = load(libraries()[0])
     pointer, int64 = ctypes.c_void_p, ctypes.c_int64
     loaded.launch_copy_pieces.argtypes = [pointer, pointer, int64, int64, pointer]
-    loaded.export_device_memory.argtypes = [pointer, pointer, pointer, pointer]
+    loaded.export_device_memory.argtypes = [pointer, pointer, pointer]
     loaded.open_device_memory.argtypes = [ctypes.c_char_p, ctypes.c_int, pointer]
     loaded.close_device_memory.argtypes = [pointer, ctypes.c_int]
     for function in (loaded.launch_copy_pieces, loaded.export_device_memory, loaded.open_device_memory, loaded.close_device_memory):
@@ -66,10 +65,10 @@ def unpin(address: int) -> None:
 
 def export_device_memory(tensor: torch.Tensor) -> DeviceMemoryHandle:
     """Raises KernelError where this memory cannot be named to others (an allocator with expandable segments, some virtual machines)."""
-    handle, offset, size = ctypes.create_string_buffer(HANDLE_NBYTES), ctypes.c_int64(), ctypes.c_int64()
+    handle, offset = ctypes.create_string_buffer(HANDLE_NBYTES), ctypes.c_int64()
     with torch.cuda.device(tensor.device):
-        check(_library().export_device_memory(tensor.data_ptr(), handle, ctypes.byref(offset), ctypes.byref(size)))
-    return DeviceMemoryHandle(handle.raw, offset.value, size.value)
+        check(_library().export_device_memory(tensor.data_ptr(), handle, ctypes.byref(offset)))
+    return DeviceMemoryHandle(handle.raw, offset.value)
 
 
 def open_device_memory(handle: DeviceMemoryHandle, device: torch.device) -> int:

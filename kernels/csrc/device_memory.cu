@@ -15,7 +15,7 @@ EXPORT const char* launch_copy_pieces(const int64_t* to, const int64_t* from, in
 }
 
 // The handle of the allocation that holds `address`, and how far into it that is.
-EXPORT const char* export_device_memory(const void* address, char* handle, int64_t* offset, int64_t* size) {
+EXPORT const char* export_device_memory(const void* address, char* handle, int64_t* offset) {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found;
     cudaError_t error = cudaGetDriverEntryPointByVersion("cuMemGetAddressRange", &function, 12000, cudaEnableDefault, &found);
@@ -27,7 +27,6 @@ EXPORT const char* export_device_memory(const void* address, char* handle, int64
     static_assert(sizeof(cudaIpcMemHandle_t) == 64, "the handle has 64 bytes");
     error = cudaIpcGetMemHandle((cudaIpcMemHandle_t*)handle, (void*)base);
     *offset = (int64_t)((CUdeviceptr)address - base);
-    *size = (int64_t)bytes;
     return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 

@@ -11,6 +11,23 @@ from shared.transport.protocol.frames import DataHeader
 from shared.transport.protocol.transport_name import TransportName
 
 
+@dataclass(frozen=True, slots=True)
+class StoredBytes:
+    """What a memory gave to be sent; it stays as it is for as long as `view` is referenced, or until its blocks are given back."""
+
+    view: memoryview
+    """The bytes of the regions, one after the other, each [layer][K|V][head][token][head_dim]."""
+    segment_offset: int | None = None
+    """Where they stand in the memory's segment, if they do."""
+    checksum: int | None = None
+    """xxh3_64 of the bytes as they stood in the blocks, where the memory has formed it: then nobody else need to."""
+
+
+Landed = memoryview | int | None
+"""What a memory says of bytes that it was given: they themselves as they are in the blocks now, where they can be looked at without a copy;
+or their xxh3_64, formed there; or nothing."""
+
+
 class BlockMemory(Protocol):
     """The KV cache of one worker, seen as bytes."""
 
