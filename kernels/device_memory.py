@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from kernels.build import KernelError, Library, check, load
 
-_READ_ONLY = 8  # cudaHostRegisterReadOnly
 HANDLE_NBYTES = 64
 
 
@@ -39,8 +38,11 @@ def _library() -> ctypes.CDLL:
     loaded.export_device_memory.argtypes = [pointer, pointer, pointer]
     loaded.open_device_memory.argtypes = [ctypes.c_char_p, ctypes.c_int, pointer]
     loaded.close_device_memory.argtypes = [pointer, ctypes.c_int]
-    for function in (loaded.launch_copy_pieces, loaded.export_device_memory, loaded.open_device_memory, loaded.close_device_memory):
-        function.restype = ctypes.c_char_p
+    loaded.pin_host_memory.argtypes = [pointer, int64, ctypes.c_int]
+    loaded.unpin_host_memory.argtypes = [pointer]
+    for name in ("launch_copy_pieces", "pin_host_memory", "unpin_host_memory", "export_device_memory", "open_device_memory",
+                 "close_device_memory"):  # fmt: skip
+        getattr(loaded, name).restype = ctypes.c_char_p
     return loaded
 
 
@@ -54,13 +56,14 @@ def copy_pieces(to: NDArray[np.int64], source: NDArray[np.int64], piece_nbytes: 
 
 def pin(address: int, nbytes: int, *, is_read_only: bool = False) -> None:
     """Let GPUs reach host memory of this process directly. `is_read_only`: the process itself may only read it. Raises KernelError."""
-    result = torch.cuda.cudart().cudaHostRegister(address, nbytes, _READ_ONLY if is_read_only else 0)
-    if int(result) != 0:
-        raise KernelError(f"{nbytes >> 20} MiB of host memory cannot be pinned for the GPU (CUDA error {int(result)}); raise ulimit -l")
+    try:
+        check(_library().pin_host_memory(address, nbytes, is_read_only))
+    except KernelError as error:
+        raise KernelError(f"{nbytes >> 20} MiB of host memory cannot be pinned for the GPU: {error}") from None
 
 
 def unpin(address: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)
+    check(_library().unpin_host_memory(address))
 
 
 def export_device_memory(tensor: torch.Tensor) -> DeviceMemoryHandle:

@@ -14,6 +14,18 @@ EXPORT const char* launch_copy_pieces(const int64_t* to, const int64_t* from, in
     return nullptr;
 }
 
+// Errors are taken back: what a caller survives must not be reported by the next kernel's launch.
+static const char* message_of(cudaError_t error) {
+    if (error != cudaSuccess) cudaGetLastError();
+    return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+EXPORT const char* pin_host_memory(void* address, int64_t bytes, int is_read_only) {
+    return message_of(cudaHostRegister(address, bytes, is_read_only ? cudaHostRegisterReadOnly : cudaHostRegisterDefault));
+}
+
+EXPORT const char* unpin_host_memory(void* address) { return message_of(cudaHostUnregister(address)); }
+
 // The handle of the allocation that holds `address`, and how far into it that is.
 EXPORT const char* export_device_memory(const void* address, char* handle, int64_t* offset) {
     void* function = nullptr;
@@ -27,19 +39,18 @@ EXPORT const char* export_device_memory(const void* address, char* handle, int64
     static_assert(sizeof(cudaIpcMemHandle_t) == 64, "the handle has 64 bytes");
     error = cudaIpcGetMemHandle((cudaIpcMemHandle_t*)handle, (void*)base);
     *offset = (int64_t)((CUdeviceptr)address - base);
-    return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+    return message_of(error);
 }
 
 // Maps it on GPU `device`, which may be another than the one it lies on.
 EXPORT const char* open_device_memory(const char* handle, int device, void** address) {
     cudaError_t error = cudaSetDevice(device);
     if (error == cudaSuccess) error = cudaIpcOpenMemHandle(address, *(const cudaIpcMemHandle_t*)handle, cudaIpcMemLazyEnablePeerAccess);
-    if (error != cudaSuccess) cudaGetLastError();
-    return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+    return message_of(error);
 }
 
 EXPORT const char* close_device_memory(void* address, int device) {
     cudaError_t error = cudaSetDevice(device);
     if (error == cudaSuccess) error = cudaIpcCloseMemHandle(address);
-    return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+    return message_of(error);
 }
