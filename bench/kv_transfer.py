@@ -30,6 +30,7 @@ from shared.config import Settings
 from shared.ids import new_incarnation
 from shared.messages import KVPeer
 from shared.transport.connector import CommitInfo
+from shared.transport.host_blocks import HostBlocks
 from shared.transport.protocol.frames import KVDtype
 from shared.transport.protocol.kv_layout import KVLayout
 from shared.transport.protocol.segment_offer import SegmentOffer
@@ -37,19 +38,22 @@ from shared.transport.protocol.transport_name import BY_SPEED
 from shared.transport.receiving.kv_receiver import KVReceiver
 from shared.transport.sending.kv_sender import KVSender
 from shared.transport.wires.shared_segment import SegmentReader, SharedSegment
-from shared.transport.wires.wire_speed import copy_bytes
 from shared.transport.wires.zmq_sockets import new_context, new_lane_socket
 
 
-class ArrayMemory:
-    def __init__(self, num_blocks: int, block_nbytes: int) -> None:
-        self.segment = SharedSegment(num_blocks * block_nbytes)
-        self.array = np.frombuffer(self.segment.view, np.uint8).reshape(num_blocks, block_nbytes)
-        # Filled, so that no page is touched for the first time inside the measurement.
-        self.array.fill(1)
+def filled_segment(size_bytes: int) -> SharedSegment:
+    """Filled, so that no page is touched for the first time inside the measurement."""
+    segment = SharedSegment(size_bytes)
+    np.frombuffer(segment.view, np.uint8).fill(1)
+    return segment
 
-    def block_view(self, block_id: int) -> memoryview:
-        return memoryview(self.array[block_id])
+
+class SharedBlocks(HostBlocks):
+    """Blocks that another process can read."""
+
+    def __init__(self, layout: KVLayout, num_blocks: int) -> None:
+        self._keep = filled_segment(num_blocks * layout.block_nbytes)
+        super().__init__(layout, self._keep.view, self._keep.offer)
 
 
 class Events:
@@ -76,7 +80,7 @@ class ReceiverEnd(Events):
 
 def serve_kv(pipe: Connection, layout: KVLayout, settings: Settings, num_blocks: int, repeat: int) -> None:
     events, incarnation = ReceiverEnd(), new_incarnation()
-    receiver = KVReceiver(layout, ArrayMemory(num_blocks, layout.block_nbytes), incarnation, events, SystemClock(), settings, "decode")
+    receiver = KVReceiver(layout, SharedBlocks(layout, num_blocks), incarnation, events, SystemClock(), settings)
     pipe.send(
         KVPeer(
             worker_id="decode", ctrl_endpoint=receiver.ctrl_endpoint, incarnation=incarnation, server_key=receiver.server_key
@@ -98,12 +102,12 @@ def measure_kv(layout: KVLayout, settings: Settings, num_blocks: int, repeat: in
     child = multiprocessing.Process(target=serve_kv, args=(theirs, layout, settings, num_blocks, repeat))
     child.start()
     peer, events = KVPeer(**ours.recv()), SenderEnd()
-    memory, clock = ArrayMemory(num_blocks, layout.block_nbytes), SystemClock()
-    sender = KVSender(layout, memory, new_incarnation(), events, clock, settings, "prefill", segment=memory.segment.offer)
+    memory, clock = SharedBlocks(layout, num_blocks), SystemClock()
+    sender = KVSender(layout, memory, new_incarnation(), events, clock, settings, "prefill")
     rates = []
     for number in range(repeat):
         transfer_id = f"{number:032x}"
-        sender.offer(transfer_id, 0, peer, num_blocks * layout.block_size, [], 60.0)
+        sender.offer(transfer_id, 0, [peer], num_blocks * layout.block_size, [], 60.0)
         sender.send_blocks(transfer_id, [(index, index) for index in range(num_blocks)])
         sender.commit(transfer_id, bytes(8192), 0)
         events.is_ended.wait(60)
@@ -159,7 +163,7 @@ def serve_copies(pipe: Connection, num_chunks: int, chunk: int, lanes: int, offe
 
     def copy(lane: int) -> None:
         for number in range(lane, num_chunks, lanes):
-            copy_bytes(memoryview(target[number]), reader.read(number * chunk, chunk))
+            np.copyto(target[number], np.frombuffer(reader.read(number * chunk, chunk), np.uint8))
 
     copy(0)  # maps the pages
     start = time.perf_counter()
@@ -172,9 +176,9 @@ def serve_copies(pipe: Connection, num_chunks: int, chunk: int, lanes: int, offe
 
 
 def measure_copies(num_chunks: int, chunk: int, lanes: int) -> float:
-    memory = ArrayMemory(num_chunks, chunk)
+    segment = filled_segment(num_chunks * chunk)
     ours, theirs = multiprocessing.Pipe()
-    child = multiprocessing.Process(target=serve_copies, args=(theirs, num_chunks, chunk, lanes, memory.segment.offer))
+    child = multiprocessing.Process(target=serve_copies, args=(theirs, num_chunks, chunk, lanes, segment.offer))
     child.start()
     rate = float(ours.recv())
     child.join()

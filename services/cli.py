@@ -160,6 +160,32 @@ def keys(file: Annotated[Path, typer.Argument(metavar="FILE", help="Where the ke
     print(f"{file}: new key, public half {public}")
 
 
+@app.command()
+def chaos(
+    simulated: Annotated[int | None, typer.Option(min=1, help="Faults to make in simulated clusters: thousands take seconds.")] = None,
+    real: Annotated[
+        int | None, typer.Option(min=1, help="Faults to make in a stack of real processes: a thousand take a quarter hour.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Which faults: the same seed draws the same ones.")] = 0,
+    prefill: Annotated[int, typer.Option(min=1, help="Prefill workers of the real stack.")] = 2,
+    decode: Annotated[int, typer.Option(min=1, help="Decode workers of the real stack.")] = 2,
+    as_json: Json = False,
+) -> None:
+    """Break things on purpose and check that nothing is corrupted, leaked or forgotten. Exit code 1 when a check failed."""
+    from services.chaos.chaos_event import show
+    from services.chaos.real_run import run_real
+    from services.chaos.simulated_run import run_simulated
+
+    if simulated is None and real is None:
+        raise ConfigurationError("nothing to do: give --simulated N, --real N or both")
+    is_ok = True
+    if simulated is not None:
+        is_ok = show(run_simulated(simulated, seed), simulated, as_json)
+    if real is not None:
+        is_ok = show(run_real(real, seed, prefill, decode), real, as_json) and is_ok
+    raise typer.Exit(0 if is_ok else 1)
+
+
 def _joined(api_keys: list[str] | None) -> str | None:
     # As a variable of the router's process an empty key would be none at all, and the server open.
     if api_keys and not all(api_keys):

@@ -69,11 +69,23 @@ class Settings(BaseModel):
     kv_lane_security: Literal["auto", "curve", "plain-trusted"] = Field(
         "auto", description="decode: encrypt data lanes; auto: unless bind_host is this machine alone. Control is encrypted always"
     )
+    kv_wire_dtype: Literal["auto", "fp8"] = Field(
+        "auto", description="how KV values travel; fp8: as E4M3 with a scale each layer and block, at both ends; auto: unchanged"
+    )
     kv_min_gb_per_s: float = Field(0.1, ge=0, description="decode: a wire that is slower when probed is warned about")
     kv_lanes: int = Field(2, ge=1, le=4, description="data sockets between one prefill and one decode worker")
     kv_max_chunk_bytes: int = Field(4 << 20, ge=4096)
     kv_layer_groups: int | None = Field(
         None, ge=1, description="prefill: parts of a step's layers that leave one by one; default: 4 on a GPU, 1 on a CPU"
+    )
+    kv_staging_mib: int = Field(
+        256, ge=16, description="on a GPU: pinned host memory for KV on its way out; twice kv_max_chunk_bytes is the least"
+    )
+    kv_port: int = Field(
+        0, ge=0, le=65531, description="decode: port of KV control messages; data lanes take the kv_lanes ports after it. 0 = free ports"
+    )
+    kv_advertise_port: int = Field(
+        0, ge=0, le=65531, description="decode: kv_port as others reach it, through a NAT or a proxy, lanes after it; 0 = kv_port"
     )
     kv_credits: int = Field(16, ge=1, description="chunks in flight per transfer")
     kv_peer_timeout_s: float = Field(1.5, gt=0.5, description="a peer of which nothing is heard for this long is dead")

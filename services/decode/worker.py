@@ -82,7 +82,13 @@ class DecodeWorker(WorkerLoop):
         self._hidden_nbytes = source.config.hidden_size * self.engine.dtype.itemsize
         self._counters = {"generation_tokens": 0, "local_prompt_tokens": 0, "kv_recompute_fallbacks": 0, "kv_transfer_failures": 0}
         self._receiver = KVReceiver(
-            self.layout, self.engine.cache, self.incarnation, self, self.clock, settings, self.worker_id, advertise_host=self.advertise_host
+            self.layout,
+            self.engine.cache.blocks(self.layout, settings),
+            self.incarnation,
+            self,
+            self.clock,
+            settings,
+            advertise_host=self.advertise_host,
         )
 
     def kv_ctrl_endpoint(self) -> str | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import random
 import socket
 
 from shared.errors import ConfigurationError
@@ -24,3 +26,16 @@ def free_port(host: str = "127.0.0.1") -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> int:
+    """The first of `count` ports in a row that nothing uses. Outside the range from which the system gives out its own."""
+    for first in random.sample(range(20_000, 32_000 - count), 200):
+        with contextlib.ExitStack() as probes:
+            try:
+                for port in range(first, first + count):
+                    probes.enter_context(socket.socket()).bind((host, port))
+            except OSError:
+                continue
+            return first
+    raise ConfigurationError(f"found no {count} free ports in a row on {host}")

@@ -126,6 +126,8 @@ class Stack:
             for index in range(count):
                 name = f"{role}-{index}"
                 extra = {"PAGEWIRE_WORKER_ID": name + suffix, "PAGEWIRE_NUM_THREADS": str(num_threads)}
+                if role == "decode":
+                    extra |= _kv_ports(index)
                 self._add(role, name, redis_url, extra)
         extra = {"PAGEWIRE_HOST": settings.host, "PAGEWIRE_PORT": str(settings.port), "PAGEWIRE_AGGREGATED": str(settings.aggregated)}
         if settings.api_keys is not None:
@@ -191,7 +193,10 @@ class Stack:
         """Restart what has died and say so; True when everything runs."""
         all_run = True
         for child in [*self._services, *([self._redis] if self._redis else [])]:
+            pid = child.pid
             ending = child.poll()
+            if child.pid not in (None, pid) and self._plan.is_json:
+                self._emit({"event": "started", "child": child.name, "pid": child.pid})
             if ending is not None and child.failure is not None and is_starting:
                 raise ConfigurationError(child.failure)
             if ending is not None:
@@ -220,6 +225,13 @@ class Stack:
     @staticmethod
     def _emit(event: dict[str, object]) -> None:
         print(json.dumps(event), flush=True)
+
+
+def _kv_ports(index: int) -> dict[str, str]:
+    """Where ports are given, those of the first decode worker: each further one takes the next."""
+    settings = load_settings("decode")
+    ports = {"KV_PORT": settings.kv_port, "KV_ADVERTISE_PORT": settings.kv_advertise_port}
+    return {f"PAGEWIRE_DECODE_{name}": str(port + index * (1 + settings.kv_lanes)) for name, port in ports.items() if port}
 
 
 def _without_keys(environ: Mapping[str, str]) -> dict[str, str]:

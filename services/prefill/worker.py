@@ -45,8 +45,8 @@ class PrefillWorker(WorkerLoop):
         self._jobs: dict[str, PrefillJob] = {}  # by transfer id
         self._lock = threading.Lock()
         self._num_prompt_tokens_computed = 0
-        cache = self.engine.cache
-        self._sender = KVSender(self.layout, cache, self.incarnation, self, self.clock, settings, self.worker_id, segment=cache.segment)
+        blocks = self.engine.cache.blocks(self.layout, settings)
+        self._sender = KVSender(self.layout, blocks, self.incarnation, self, self.clock, settings, self.worker_id)
 
     # ---- rpc thread ---------------------------------------------------------------------------------------------------
     def accept(self, router: bytes, message: PrefillRequest | DecodeRequest) -> None:
@@ -83,7 +83,7 @@ class PrefillWorker(WorkerLoop):
             self._sender.offer(
                 message.transfer_id,
                 message.attempt,
-                message.decode,
+                [message.decode],
                 num_prompt_tokens=request.num_prompt_tokens,
                 block_hashes=request.block_hashes,
                 deadline_s=message.deadline_s,

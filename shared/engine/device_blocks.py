@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -66,13 +67,23 @@ class DeviceBlocks:
     """Blocks go together: each chunk costs a wait for the GPU."""
 
     def __init__(self, cache: torch.Tensor, *, staging_nbytes: int, max_chunk_nbytes: int, is_debug: bool = False) -> None:
-        """`staging_nbytes` of host memory are pinned. Raises KernelError where they cannot be."""
+        """`staging_nbytes` of host memory are pinned when something is first to be read; KernelError is raised there if they cannot be."""
         self._cache = cache
         self._device = cache.device
-        self._ring = StagingRing(max(2, staging_nbytes // max_chunk_nbytes), max_chunk_nbytes, is_debug=is_debug)
+        self._new_ring = partial(StagingRing, max(2, staging_nbytes // max_chunk_nbytes), max_chunk_nbytes, is_debug=is_debug)
+        self._known_ring: StagingRing | None = None
+        self._lock = threading.Lock()
         self._lane = _Lane(self._device)
         self._scratch = PinnedScratch()
         self._adopted: dict[int, _Adopted] = {}
+
+    @property
+    def _ring(self) -> StagingRing:
+        with self._lock:
+            if self._known_ring is None:
+                with torch.cuda.device(self._device):
+                    self._known_ring = self._new_ring()
+            return self._known_ring
 
     @property
     def segment(self) -> SegmentOffer | None:
@@ -81,15 +92,16 @@ class DeviceBlocks:
     def read(self, regions: Sequence[Region]) -> StoredBytes:
         """Raises TransferError when no staging slot comes free, IndexError for a region that is not in the cache."""
         runs = block_runs(self._cache, regions)
-        taken, offset = self._ring.take(sum(run.nbytes for run in runs))
+        ring = self._ring
+        taken, offset = ring.take(sum(run.nbytes for run in runs))
         with torch.cuda.device(self._device), torch.cuda.stream(self._lane.stream):
             has_digest = self._sum(runs)
             start = offset
             for run in runs:
-                self._move(run, self._ring.tensor[start : start + run.nbytes], is_read=True)
+                self._move(run, ring.tensor[start : start + run.nbytes], is_read=True)
                 start += run.nbytes
             self._wait()
-        return StoredBytes(taken.data, offset if self._ring.segment is not None else None, self._digest() if has_digest else None)
+        return StoredBytes(taken.data, offset if ring.segment is not None else None, self._digest() if has_digest else None)
 
     def write(self, regions: Sequence[Region], data: memoryview) -> Landed:
         """Gives the checksum of what landed where the GPU can form it. Raises IndexError for a region that is not in the cache, ValueError

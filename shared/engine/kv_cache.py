@@ -11,15 +11,19 @@ import numpy as np
 import torch
 
 from kernels.cache_ops import copy_blocks
+from shared.config import Settings
+from shared.engine.device_blocks import DeviceBlocks
 from shared.model_files.model_config import ModelConfig
-from shared.transport.protocol.segment_offer import SegmentOffer
+from shared.transport.connector import BlockMemory
+from shared.transport.host_blocks import HostBlocks
+from shared.transport.protocol.kv_layout import KVLayout
 from shared.transport.wires.shared_segment import SharedSegment
 
 logger = logging.getLogger(__name__)
 
 
 class KVCache:
-    """`is_shared`: other processes of this host may read it, at `segment` (None: they may not, or it is no memory they can map)."""
+    """`is_shared`: other processes of this host may read it, where this system has such memory."""
 
     def __init__(
         self,
@@ -45,10 +49,6 @@ class KVCache:
         self.tensor = torch.from_numpy(memory).view(dtype).view(shape)
         self._bytes = memory.data
 
-    @property
-    def segment(self) -> SegmentOffer | None:
-        return self._segment.offer if self._segment is not None else None
-
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Key and value cache of one layer, each a view [num_blocks, num_kv_heads, block_size, head_dim]."""
         return self.tensor[:, index, 0], self.tensor[:, index, 1]
@@ -59,9 +59,16 @@ class KVCache:
         if self.tensor.is_cuda:  # the source may be given back, and filled from elsewhere, as soon as this returns
             torch.cuda.current_stream(self.tensor.device).synchronize()
 
-    def block_view(self, block_id: int) -> memoryview:
-        """The bytes of one block, writable, without a copy: [num_layers][K|V][kv_head][token][head_dim]."""
-        return self._bytes[block_id * self.block_nbytes : (block_id + 1) * self.block_nbytes]
+    def blocks(self, layout: KVLayout, settings: Settings) -> BlockMemory:
+        """The same memory, as the KV transfer reads and writes it."""
+        if self.tensor.is_cuda:
+            return DeviceBlocks(
+                self.tensor,
+                staging_nbytes=settings.kv_staging_mib << 20,
+                max_chunk_nbytes=settings.kv_max_chunk_bytes,
+                is_debug=settings.debug,
+            )
+        return HostBlocks(layout, self._bytes, self._segment.offer if self._segment is not None else None)
 
     @staticmethod
     def bytes_per_block(config: ModelConfig, block_size: int, itemsize: int) -> int:

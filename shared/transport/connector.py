@@ -8,7 +8,10 @@ from typing import Protocol
 
 from shared.transport.protocol.control import ControlMessage
 from shared.transport.protocol.frames import DataHeader
+from shared.transport.protocol.region import Region
+from shared.transport.protocol.segment_offer import SegmentOffer
 from shared.transport.protocol.transport_name import TransportName
+from shared.transport.protocol.wire_dtype import WireCodec
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +32,26 @@ or their xxh3_64, formed there; or nothing."""
 
 
 class BlockMemory(Protocol):
-    """The KV cache of one worker, seen as bytes."""
+    """The KV cache of one worker as the transfer sees it. Called on the threads of the lanes, several at a time."""
 
-    def block_view(self, block_id: int) -> memoryview:
-        """Writable, contiguous, format 'B', KVLayout.block_nbytes long: [layer][K|V][kv_head][token][head_dim]."""
+    preferred_chunk_bytes: int
+    """Blocks are put together into chunks of up to this size; 0: each goes by itself."""
+
+    @property
+    def segment(self) -> SegmentOffer | None:
+        """Memory of this process that others of the host may read, if there is any."""
+        ...
+
+    def read(self, regions: Sequence[Region]) -> StoredBytes:
+        """May block while the bytes are on their way."""
+        ...
+
+    def write(self, regions: Sequence[Region], data: memoryview) -> Landed:
+        """On return the bytes have landed."""
+        ...
+
+    def adopt(self, segment: memoryview) -> None:
+        """`write` will be called with parts of this, which another process wrote. It may vanish when nobody refers to it."""
         ...
 
 
@@ -85,6 +104,26 @@ class ReceiverEvents(Protocol):
     def on_failed(self, transfer_id: str, reason: str) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class DataMessage:
+    """What a lane is to send: a header, and where the bytes are. Its checksum is taken when they are read, unless it is known already."""
+
+    header: DataHeader
+    regions: tuple[Region, ...] = ()
+    codec: WireCodec | None = None
+    by_notice: bool = False
+    """Where the memory can be read by the receiver, tell it where; send no bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRead:
+    """A lane has read a chunk: nothing of it will be read again for this message. `failure`: it could not, or did not try."""
+
+    header: DataHeader
+    stored: StoredBytes | None = None
+    failure: str = ""
+
+
 class ReceiverWire(Protocol):
     """How the receiver's state machine speaks. Must not block; may be called with the state's lock held."""
 
@@ -98,15 +137,15 @@ class SenderWire(ReceiverWire, Protocol):
         """`server_key`: the public CURVE key of whoever must answer."""
         ...
 
-    def open_lanes(
-        self, peer: str, endpoints: tuple[str, ...], probes: Sequence[tuple[DataHeader, memoryview]], are_encrypted: bool
-    ) -> None:
+    def open_lanes(self, peer: str, endpoints: tuple[str, ...], probes: Sequence[DataMessage], are_encrypted: bool) -> None:
         """`probes` go over each lane first, by which the receiver measures it."""
         ...
 
     def close_peer(self, peer: str) -> None: ...
 
-    def send_data(self, peer: str, lane: int, header: DataHeader, payload: memoryview) -> None: ...
+    def send_data(self, peer: str, lane: int, message: DataMessage) -> None:
+        """A CHUNK is answered by exactly one SenderState.on_chunk_read, also when the lane is closed before its turn."""
+        ...
 
 
 FrameTap = Callable[[DataHeader, memoryview], memoryview | None]

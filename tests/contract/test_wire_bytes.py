@@ -19,7 +19,7 @@ HEADER = DataHeader(
     src_incarnation=0x1112131415161718,
     dst_incarnation=0x2122232425262728,
     grant_id=0x3132333435363738,
-    slot=0x41424344,
+    nack_seq=0x41424344,
     slot_gen=0x51525354,
     chunk_seq=0x61626364,
     chunk_total=0x71727374,
@@ -32,7 +32,6 @@ HEADER = DataHeader(
     block_index=0xA1A2A3A4,
     block_count=1,
     block_tokens=16,
-    valid_tokens=5,
     kv_part=KVPart.KV,
     dtype=KVDtype.BFLOAT16,
     scale=ScaleCode.NONE,
@@ -42,22 +41,23 @@ HEADER = DataHeader(
     head_dim=64,
     src_tp_rank=0,
     src_tp_size=1,
+    segment_offset=0xB1B2B3B4B5B6B7B8,
     trace_id=bytes(range(0xC0, 0xD0)),
     span_id=bytes(range(0xD0, 0xD8)),
     trace_flags=1,
 )
 GOLDEN = (
-    "4b565831" "0100" "c000" "01" "03"
+    "4b565831" "0200" "c000" "01" "03"
     "000102030405060708090a0b0c0d0e0f" "0201"
     "1817161514131211" "2827262524232221" "3837363534333231"
     "44434241" "54535251" "64636261" "74737271"
     "0060000000000000" "01" "8887868584838281" "9897969594939291"
-    "0400" "0200" "a4a3a2a1" "0100" "1000" "0500"
-    "03" "03" "00" "01" "0000" "0300" "4000" "0000" "0100"
+    "0400" "0200" "a4a3a2a1" "0100" "1000"
+    "03" "03" "00" "01" "0000" "0300" "4000" "0000" "0100" "b8b7b6b5b4b3b2b1"
     "c0c1c2c3c4c5c6c7c8c9cacbcccdcecf" "d0d1d2d3d4d5d6d7" "01"
-    + "00" * 42
+    + "00" * 36
 )  # fmt: skip
-GOLDEN_CRC = "e5f402f5"
+GOLDEN_CRC = "98846967"
 LIMIT = 4 << 20
 
 
@@ -89,7 +89,6 @@ def test_any_flipped_bit_of_a_header_is_refused():
     [
         {"payload_nbytes": HEADER.payload_nbytes + 1},
         {"head_count": 4},
-        {"valid_tokens": 17},
         {"msg_type": MessageType.FENCE},
         {"payload_nbytes": 0, "layer_count": 0},
         {"msg_type": 9},

@@ -30,10 +30,10 @@ ALL = range(NUM_BLOCKS)
 
 class Pair:
     def __init__(self, sending: Settings, receiving: Settings, server_key: str | None = None) -> None:
-        self.source, self.target = random_memory(NUM_BLOCKS, 0), BytesMemory(NUM_BLOCKS, LAYOUT.block_nbytes)
+        self.source, self.target = random_memory(NUM_BLOCKS, 0), BytesMemory(NUM_BLOCKS, LAYOUT)
         self.sender_log, self.receiver_log = SenderLog(), ReceiverLog()
         incarnation, clock = new_incarnation(), SystemClock()
-        self.receiver = KVReceiver(LAYOUT, self.target, incarnation, self.receiver_log, clock, receiving, "decode-0")
+        self.receiver = KVReceiver(LAYOUT, self.target, incarnation, self.receiver_log, clock, receiving)
         endpoint, key = self.receiver.ctrl_endpoint, server_key if server_key is not None else self.receiver.server_key
         self.peer = KVPeer(worker_id="decode-0", ctrl_endpoint=endpoint, incarnation=incarnation, server_key=key)
         self.sender = KVSender(LAYOUT, self.source, new_incarnation(), self.sender_log, clock, sending, "prefill-0")
@@ -42,7 +42,7 @@ class Pair:
         """How it ended at the sender: None, or why it failed."""
         num_tokens = NUM_BLOCKS * LAYOUT.block_size
         self.receiver.expect(TRANSFER, 0, ALL, ALL, num_tokens, 60.0)
-        self.sender.offer(TRANSFER, 0, self.peer, num_tokens, [], 60.0)
+        self.sender.offer(TRANSFER, 0, [self.peer], num_tokens, [], 60.0)
         self.sender.send_blocks(TRANSFER, [(index, index) for index in ALL])
         self.sender.commit(TRANSFER, b"hidden", 0)
         wait_until(lambda: self.sender_log.ended)
@@ -82,7 +82,7 @@ def test_encrypted_lanes_carry_the_same_bytes(key_file: str, transport: str, wit
     both = settings(kv_lane_security="curve", kv_transport=transport, kv_key_file=key_file if with_key_file else None)
     with running(both, both) as pair:
         assert pair.transfer() is None
-        assert all(pair.source.read(index) == pair.target.read(index) for index in ALL)
+        assert all(pair.source.block(index) == pair.target.block(index) for index in ALL)
 
 
 def test_only_holders_of_a_known_key_are_let_in(key_file: str, tmp_path: Path) -> None:

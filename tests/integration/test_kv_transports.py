@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -15,7 +15,10 @@ from shared.clock import SystemClock
 from shared.config import Settings
 from shared.ids import new_incarnation
 from shared.messages import KVPeer
+from shared.transport.connector import DataMessage, StoredBytes
+from shared.transport.host_blocks import HostBlocks
 from shared.transport.protocol.frames import DataHeader, Flags
+from shared.transport.protocol.region import Region
 from shared.transport.protocol.segment_offer import SegmentOffer
 from shared.transport.receiving.kv_receiver import KVReceiver
 from shared.transport.sending.kv_sender import KVSender
@@ -26,37 +29,37 @@ NUM_BLOCKS = 12
 ALL = range(NUM_BLOCKS)
 
 
-class SegmentMemory:
-    """BlockMemory that other processes can read."""
+class SegmentMemory(HostBlocks):
+    """BlockMemory that other processes can read, if they are told where."""
 
-    def __init__(self, num_blocks: int) -> None:
-        self.segment = SharedSegment(num_blocks * LAYOUT.block_nbytes)
+    def __init__(self, num_blocks: int, offer: SegmentOffer | str | None) -> None:
+        self.shared = SharedSegment(num_blocks * LAYOUT.block_nbytes)
+        super().__init__(LAYOUT, self.shared.view, self.shared.offer if offer == "own" else offer)
         contents = random_memory(num_blocks, 0)
         for block_id in range(num_blocks):
-            self.block_view(block_id)[:] = contents.block_view(block_id)
+            self.block(block_id)[:] = contents.block(block_id)
 
-    def block_view(self, block_id: int) -> memoryview:
-        return self.segment.view[block_id * LAYOUT.block_nbytes : (block_id + 1) * LAYOUT.block_nbytes]
+    def block(self, block_id: int) -> memoryview:
+        return self.shared.view[block_id * LAYOUT.block_nbytes : (block_id + 1) * LAYOUT.block_nbytes]
 
 
 class Pair:
     def __init__(self, sending: Settings, receiving: Settings, segment: SegmentOffer | str | None = "own", tap: object = None) -> None:
-        self.source, self.target = SegmentMemory(NUM_BLOCKS), BytesMemory(NUM_BLOCKS, LAYOUT.block_nbytes)
+        self.source, self.target = SegmentMemory(NUM_BLOCKS, segment), BytesMemory(NUM_BLOCKS, LAYOUT)
         self.sender_log, self.receiver_log = SenderLog(), ReceiverLog()
         incarnation = new_incarnation()
-        self.receiver = KVReceiver(LAYOUT, self.target, incarnation, self.receiver_log, SystemClock(), receiving, "decode-0")
+        self.receiver = KVReceiver(LAYOUT, self.target, incarnation, self.receiver_log, SystemClock(), receiving)
         self.peer = KVPeer(
             worker_id="decode-0", ctrl_endpoint=self.receiver.ctrl_endpoint, incarnation=incarnation, server_key=self.receiver.server_key
         )
-        offer = self.source.segment.offer if segment == "own" else segment
         clock = SystemClock()
-        self.sender = KVSender(LAYOUT, self.source, new_incarnation(), self.sender_log, clock, sending, "prefill-0", tap, offer)
+        self.sender = KVSender(LAYOUT, self.source, new_incarnation(), self.sender_log, clock, sending, "prefill-0", tap)
 
     def transfer(self, timeout_s: float = 5.0) -> str | None:
         """How it ended at the receiver: None, or why it failed."""
         num_tokens = NUM_BLOCKS * LAYOUT.block_size
         self.receiver.expect(TRANSFER, 0, ALL, ALL, num_tokens, 60.0)
-        self.sender.offer(TRANSFER, 0, self.peer, num_tokens, [], 60.0)
+        self.sender.offer(TRANSFER, 0, [self.peer], num_tokens, [], 60.0)
         self.sender.send_blocks(TRANSFER, [(index, index) for index in ALL])
         self.sender.commit(TRANSFER, b"hidden", 0)
         wait_until(lambda: self.receiver_log.ended and self.sender_log.ended, timeout_s)
@@ -64,7 +67,7 @@ class Pair:
 
     @property
     def is_copied(self) -> bool:
-        return all(self.source.block_view(index) == self.target.block_view(index) for index in ALL)
+        return all(self.source.block(index) == self.target.block(index) for index in ALL)
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
@@ -121,7 +124,7 @@ def test_a_segment_that_cannot_be_read_is_no_failure() -> None:
 
 def test_ends_without_a_transport_in_common_are_refused_and_the_field_named() -> None:
     with running("shm", "tcp") as pair:
-        pair.sender.offer(TRANSFER, 0, pair.peer, 4, [], 60.0)
+        pair.sender.offer(TRANSFER, 0, [pair.peer], 4, [], 60.0)
         wait_until(lambda: pair.sender_log.ended)
         reason = pair.sender_log.ended[TRANSFER][0]
         assert reason is not None
@@ -136,7 +139,7 @@ def test_memory_that_changes_while_it_is_read_is_noticed_and_never_committed() -
         nonlocal changed
         if Flags.SHARED_MEMORY in header.flags and header.block_index == 5 and not changed:
             changed = True
-            pair.source.block_view(5)[0] ^= 1
+            pair.source.block(5)[0] ^= 1
         return payload
 
     with running("shm", tap=spoil) as pair:
@@ -147,17 +150,16 @@ def test_memory_that_changes_while_it_is_read_is_noticed_and_never_committed() -
         assert pair.receiver.counters()["bad_checksums"] == 2
 
 
-@pytest.mark.parametrize("slot", [NUM_BLOCKS, 2**32 - 1])
-def test_a_notice_of_memory_outside_the_segment_fails_the_transfer(slot: int) -> None:
-    class Liar(KVSender):
-        def send_data(self, peer: str, lane: int, header: DataHeader, payload: memoryview) -> None:
-            is_chunk = Flags.SHARED_MEMORY in header.flags
-            super().send_data(peer, lane, replace(header, slot=slot) if is_chunk else header, payload)
+@pytest.mark.parametrize("offset", [NUM_BLOCKS * LAYOUT.block_nbytes, 2**64 - 1])
+def test_a_notice_of_memory_outside_the_segment_fails_the_transfer(offset: int) -> None:
+    class Liar(SegmentMemory):
+        def read(self, regions: Sequence[Region]) -> StoredBytes:
+            return replace(super().read(regions), segment_offset=offset)
 
     with running("shm") as pair:
         pair.sender.close()
-        offer = pair.source.segment.offer
-        pair.sender = Liar(LAYOUT, pair.source, new_incarnation(), pair.sender_log, SystemClock(), settings("shm"), "liar", segment=offer)
+        liar = Liar(NUM_BLOCKS, "own")
+        pair.sender = KVSender(LAYOUT, liar, new_incarnation(), pair.sender_log, SystemClock(), settings("shm"), "liar")
         reason = pair.transfer()
         assert reason is not None
         assert "outside a segment" in reason
@@ -165,10 +167,8 @@ def test_a_notice_of_memory_outside_the_segment_fails_the_transfer(slot: int) ->
 
 def test_a_notice_without_a_segment_fails_the_transfer() -> None:
     class Liar(KVSender):
-        def send_data(self, peer: str, lane: int, header: DataHeader, payload: memoryview) -> None:
-            if header.payload_nbytes and lane >= 0 and header.transfer_id != bytes(16):
-                header, payload = replace(header, flags=Flags.SHARED_MEMORY), memoryview(b"")
-            super().send_data(peer, lane, header, payload)
+        def send_data(self, peer: str, lane: int, message: DataMessage) -> None:
+            super().send_data(peer, lane, replace(message, by_notice=True))
 
     with running("tcp") as pair:
         pair.sender.close()

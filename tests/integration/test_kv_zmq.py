@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from kv_transfer_pairs import LAYOUT, SETTINGS, TRACEPARENT, TRANSFER, ReceiverLog, SenderLog, fill, random_memory
+from kv_transfer_pairs import LAYOUT, SETTINGS, TRACEPARENT, TRANSFER, ReceiverLog, SenderLog, fill, random_memory, tokens_of
 from kv_transfer_process import NUM_BLOCKS, NUM_TOKENS
 
 from shared.clock import SystemClock
@@ -42,10 +42,10 @@ class ZmqPair:
     """A sender and a receiver in this process, joined by TCP."""
 
     def __init__(self, *, layout=LAYOUT, settings=SETTINGS, num_blocks=NUM_BLOCKS, tap=None, target=None, sender=True):
-        self.source, self.target = random_memory(num_blocks, 0, layout), target or BytesMemory(num_blocks, layout.block_nbytes)
+        self.source, self.target = random_memory(num_blocks, 0, layout), target or BytesMemory(num_blocks, layout)
         self.sender_log, self.receiver_log = SenderLog(), ReceiverLog()
         self.incarnation = new_incarnation()
-        self.receiver = KVReceiver(layout, self.target, self.incarnation, self.receiver_log, SystemClock(), settings, "decode-0")
+        self.receiver = KVReceiver(layout, self.target, self.incarnation, self.receiver_log, SystemClock(), settings)
         self.peer = KVPeer(
             worker_id="decode-0",
             ctrl_endpoint=self.receiver.ctrl_endpoint,
@@ -57,7 +57,7 @@ class ZmqPair:
         )
 
     def offer(self, transfer_id=TRANSFER, num_tokens=NUM_TOKENS, peer=None):
-        self.sender.offer(transfer_id, 0, peer or self.peer, num_tokens, [], 60.0, TRACEPARENT)
+        self.sender.offer(transfer_id, 0, [peer or self.peer], num_tokens, [], 60.0, TRACEPARENT)
 
     def expect(self, transfer_id=TRANSFER, missing=ALL, num_tokens=NUM_TOKENS):
         self.receiver.expect(transfer_id, 0, ALL, missing, num_tokens, 60.0, TRACEPARENT)
@@ -67,7 +67,7 @@ class ZmqPair:
         self.sender.commit(transfer_id, b"hidden", 0)
 
     def is_copied(self):
-        return all(self.source.read(index) == self.target.read(index) for index in ALL)
+        return all(self.source.block(index) == self.target.block(index) for index in ALL)
 
     def wait_ends(self, timeout_s=5.0):
         wait_until(lambda: self.sender_log.ended and self.receiver_log.ended, timeout_s)
@@ -114,14 +114,16 @@ def test_sixteen_transfers_at_once_do_not_mix():
         for number, transfer_id in enumerate(transfers):
             ids = list(range(number * 16, number * 16 + 16))
             pair.receiver.expect(transfer_id, 0, ids[::-1], range(16), 256 - number, 60.0)
-            pair.sender.offer(transfer_id, 0, pair.peer, 256 - number, [], 60.0)
+            pair.sender.offer(transfer_id, 0, [pair.peer], 256 - number, [], 60.0)
             pair.sender.send_blocks(transfer_id, list(enumerate(ids)))
             pair.sender.commit(transfer_id, transfer_id.encode(), 0)
         wait_until(lambda: len(pair.receiver_log.ended) == len(pair.sender_log.ended) == 16, 20)
         assert all(ends == [None] for ends in pair.receiver_log.ended.values())
         for number in range(16):
             for index in range(16):
-                assert pair.source.read(number * 16 + index) == pair.target.read(number * 16 + 15 - index)
+                valid = min(16, 256 - number - 16 * index)
+                source, target = pair.source.block(number * 16 + index), pair.target.block(number * 16 + 15 - index)
+                assert tokens_of(source, valid, layout) == tokens_of(target, valid, layout)
         assert pair.receiver_log.hidden == {transfer_id: transfer_id.encode() for transfer_id in transfers}
 
 
@@ -203,22 +205,18 @@ def test_frames_that_come_after_an_abort_write_nothing():
         wait_until(lambda: pair.sender_log.ended)
         wait_until(lambda: pair.receiver.counters()["stale_frames"] > 0)
         assert "client left" in pair.sender_log.ended[TRANSFER][0]
-        assert all(set(pair.target.read(index)) == {7} for index in ALL)
+        assert all(set(pair.target.block(index)) == {7} for index in ALL)
         assert pair.receiver_log.ended == {}
 
 
 def test_receiver_that_is_slow_but_alive_is_not_cut():
-    target = BytesMemory(NUM_BLOCKS, LAYOUT.block_nbytes)
-
-    class SlowMemory:
-        read = target.read
-
-        def block_view(self, block_id):
+    class SlowMemory(BytesMemory):
+        def write(self, regions, data):
             time.sleep(0.1)
-            return target.block_view(block_id)
+            return super().write(regions, data)
 
     settings = SETTINGS.model_copy(update={"kv_progress_timeout_s": 0.8})
-    with zmq_pair(target=SlowMemory(), settings=settings) as pair:
+    with zmq_pair(target=SlowMemory(NUM_BLOCKS, LAYOUT), settings=settings) as pair:
         pair.offer()
         pair.expect()
         pair.send_all()
@@ -276,7 +274,7 @@ def test_frozen_prefill_is_cut_and_told_when_it_thaws():
         child.stdin.write("go\n")
         child.stdin.flush()
         assert child.stdout.readline().startswith("ended: ")
-        assert all(set(pair.target.read(index)) == {7} for index in ALL)
+        assert all(set(pair.target.block(index)) == {7} for index in ALL)
 
 
 def test_killed_decode_is_noticed_within_two_seconds_and_its_successor_is_another():
@@ -285,7 +283,7 @@ def test_killed_decode_is_noticed_within_two_seconds_and_its_successor_is_anothe
     try:
         with process("decode") as child:
             peer = KVPeer.model_validate_json(child.stdout.readline())
-            sender.offer(TRANSFER, 0, peer, NUM_TOKENS, [], 60.0)
+            sender.offer(TRANSFER, 0, [peer], NUM_TOKENS, [], 60.0)
             sender.send_blocks(TRANSFER, [(index, index) for index in ALL[:-1]])
             wait_until(lambda: log.granted)
             child.kill()
@@ -293,7 +291,7 @@ def test_killed_decode_is_noticed_within_two_seconds_and_its_successor_is_anothe
         with process("decode") as child:
             peer = KVPeer.model_validate_json(child.stdout.readline())
             log.ended.clear()
-            sender.offer(TRANSFER, 0, peer, NUM_TOKENS, [], 60.0)
+            sender.offer(TRANSFER, 0, [peer], NUM_TOKENS, [], 60.0)
             sender.send_blocks(TRANSFER, [(index, index) for index in ALL])
             sender.commit(TRANSFER, b"hidden", 0)
             assert child.stdout.readline() == "ended: None\n"
@@ -307,7 +305,7 @@ def test_noise_on_every_socket_is_counted_and_harms_nobody():
         connect_with(dealer, CurveKeys.new(), pair.peer.server_key.encode())
         dealer.connect(pair.peer.ctrl_endpoint)
         pushes = []
-        for endpoint in pair.receiver.state._lane_endpoints:
+        for endpoint in pair.receiver.state._peers._lanes.tcp:
             pushes.append(context.socket(zmq.PUSH))
             pushes[-1].connect(endpoint)
         for size in (0, 1, 192, 1000):
@@ -347,7 +345,7 @@ def test_bad_arguments_say_what_to_do():
         with pytest.raises(TransferError, match="hidden state"):
             pair.sender.commit(TRANSFER, bytes(2 << 20), 0)
     with pytest.raises(ConfigurationError, match="advertise_host"):
-        KVReceiver(LAYOUT, pair.target, 1, pair.receiver_log, SystemClock(), SETTINGS, "d", "0.0.0.0")
+        KVReceiver(LAYOUT, pair.target, 1, pair.receiver_log, SystemClock(), SETTINGS, "0.0.0.0")
 
 
 def test_large_transfer_moves_at_memory_like_speed():
@@ -355,7 +353,7 @@ def test_large_transfer_moves_at_memory_like_speed():
     settings = SETTINGS.model_copy(update={"kv_max_chunk_bytes": 4 << 20, "kv_credits": 16})
     with zmq_pair(layout=layout, settings=settings, num_blocks=128) as pair:
         pair.receiver.expect(TRANSFER, 0, range(128), range(128), 128 * 16, 60.0)
-        pair.sender.offer(TRANSFER, 0, pair.peer, 128 * 16, [], 60.0)
+        pair.sender.offer(TRANSFER, 0, [pair.peer], 128 * 16, [], 60.0)
         pair.sender.send_blocks(TRANSFER, [(index, index) for index in range(128)])
         pair.sender.commit(TRANSFER, b"h", 0)
         pair.wait_ends(20)

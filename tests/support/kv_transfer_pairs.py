@@ -7,12 +7,15 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from shared.clock import ManualClock
 from shared.config import Settings
 from shared.messages import KVPeer
 from shared.transport.connector import CommitInfo
 from shared.transport.protocol.frames import KVDtype
 from shared.transport.protocol.kv_layout import KVLayout
+from shared.transport.receiving.peer_table import LaneAddresses
 from shared.transport.receiving.receiver_state import ReceiverState
 from shared.transport.sending.sender_state import SenderState
 from shared.transport.simulated_network import BytesMemory, FaultPlan, MemoryReceiverWire, MemorySenderWire, SimulatedNetwork
@@ -75,15 +78,21 @@ class ReceiverLog:
 
 
 def random_memory(num_blocks: int, seed: int, layout: KVLayout = LAYOUT) -> BytesMemory:
-    memory = BytesMemory(num_blocks, layout.block_nbytes)
+    memory = BytesMemory(num_blocks, layout)
     generator = random.Random(seed)
     for block_id in range(num_blocks):
-        memory.block_view(block_id)[:] = generator.randbytes(layout.block_nbytes)
+        memory.block(block_id)[:] = generator.randbytes(layout.block_nbytes)
     return memory
 
 
+def tokens_of(block: memoryview | bytes, num_tokens: int, layout: KVLayout = LAYOUT) -> bytes:
+    """The first tokens of a block, or with a negative number the last, in every layer and head."""
+    rows = np.frombuffer(block, np.uint8).reshape(layout.num_layers, 2, layout.heads[1], layout.block_size, -1)
+    return (rows[..., :num_tokens, :] if num_tokens >= 0 else rows[..., num_tokens:, :]).tobytes()
+
+
 def fill(memory: BytesMemory, block_id: int, value: int) -> None:
-    view = memory.block_view(block_id)
+    view = memory.block(block_id)
     view[:] = bytes([value]) * len(view)
 
 
@@ -102,7 +111,7 @@ class MemoryPair:
     ) -> None:
         self.clock = ManualClock()
         self.network = SimulatedNetwork(seed, plan or FaultPlan(), self.clock)
-        self.source, self.target = random_memory(num_blocks, seed), BytesMemory(num_blocks, receiver_layout.block_nbytes)
+        self.source, self.target = random_memory(num_blocks, seed), BytesMemory(num_blocks, receiver_layout)
         self.sender_log, self.receiver_log = SenderLog(), ReceiverLog()
         self.peer = KVPeer(worker_id="decode-0", ctrl_endpoint="decode-0", incarnation=22)
         self.sender = SenderState(
@@ -113,7 +122,7 @@ class MemoryPair:
             clock=self.clock,
             settings=settings,
             worker_id="prefill-0",
-            wire=MemorySenderWire(self.network, "prefill-0"),
+            wire=MemorySenderWire(self.network, "prefill-0", self.source),
         )
         self.receiver = ReceiverState(
             layout=receiver_layout,
@@ -122,15 +131,14 @@ class MemoryPair:
             events=self.receiver_log,
             clock=self.clock,
             settings=settings,
-            worker_id="decode-0",
             wire=MemoryReceiverWire(self.network),
-            lane_endpoints=("lane-0", "lane-1"),
+            lanes=LaneAddresses(("lane-0", "lane-1")),
         )
         self.network.add_sender("prefill-0", self.sender)
         self.network.add_receiver("decode-0", self.receiver)
 
     def offer(self, num_tokens: int, hashes: list[bytes] | None = None, deadline_s: float = 60.0, transfer_id: str = TRANSFER) -> None:
-        self.sender.offer(transfer_id, 0, self.peer, num_tokens, hashes or [], deadline_s, TRACEPARENT)
+        self.sender.offer(transfer_id, 0, [self.peer], num_tokens, hashes or [], deadline_s, TRACEPARENT)
 
     def expect(self, num_tokens: int, missing: list[int], hashes: list[bytes] | None = None, deadline_s: float = 60.0) -> None:
         """Block i of the chain goes to block 15 - i."""
@@ -146,4 +154,12 @@ class MemoryPair:
         self.network.run(duration_s, lambda: bool(self.sender_log.ended) and bool(self.receiver_log.ended))
 
     def is_copied(self, missing: list[int]) -> bool:
-        return all(self.source.read(index) == self.target.read(15 - index) for index in missing)
+        return all(self.source.block(index) == self.target.block(15 - index) for index in missing)
+
+    def is_copied_up_to(self, num_tokens: int, missing: list[int]) -> bool:
+        """Of the prompt's last block, only the tokens that are there."""
+        return all(
+            tokens_of(self.source.block(index), valid) == tokens_of(self.target.block(15 - index), valid)
+            for index in missing
+            for valid in [min(LAYOUT.block_size, num_tokens - index * LAYOUT.block_size)]
+        )

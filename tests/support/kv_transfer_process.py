@@ -31,7 +31,7 @@ def _say(line: str) -> None:
 def run_decode() -> None:
     log = ReceiverLog(on_end=lambda transfer_id, reason: _say(f"ended: {reason}"))
     incarnation = new_incarnation()
-    receiver = KVReceiver(LAYOUT, random_memory(NUM_BLOCKS, 1), incarnation, log, SystemClock(), SETTINGS, "decode-0")
+    receiver = KVReceiver(LAYOUT, random_memory(NUM_BLOCKS, 1), incarnation, log, SystemClock(), SETTINGS)
     receiver.expect(TRANSFER, 0, range(NUM_BLOCKS), range(NUM_BLOCKS), NUM_TOKENS, 60.0)
     endpoint, server_key = receiver.ctrl_endpoint, receiver.server_key
     _say(KVPeer(worker_id="decode-0", ctrl_endpoint=endpoint, incarnation=incarnation, server_key=server_key).model_dump_json())
@@ -41,7 +41,7 @@ def run_decode() -> None:
 def run_prefill(peer: KVPeer) -> None:
     log = SenderLog(on_end=lambda transfer_id, reason: _say(f"ended: {reason}"))
     sender = KVSender(LAYOUT, random_memory(NUM_BLOCKS, 0), new_incarnation(), log, SystemClock(), SETTINGS, "prefill-0")
-    sender.offer(TRANSFER, 0, peer, NUM_TOKENS, [], 60.0)
+    sender.offer(TRANSFER, 0, [peer], NUM_TOKENS, [], 60.0)
     sender.send_blocks(TRANSFER, [(index, index) for index in range(NUM_BLOCKS // 2)])
     while not log.granted:
         log.changed.wait(0.01)

@@ -19,8 +19,9 @@ from shared.transport.protocol.limits import MAX_CONTROL_BYTES
 from shared.transport.protocol.segment_offer import SegmentOffer
 from shared.transport.protocol.seq_ranges import Ranges
 from shared.transport.protocol.transport_name import TransportName
+from shared.transport.protocol.wire_dtype import WireDtypeName
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 _PREFIX = struct.Struct("<4sI")
 _MAGIC = b"KVXC"
 
@@ -65,14 +66,14 @@ class Hello(ControlMessage):
     network: str = Field("", max_length=64)
     """See transport_name.network_identity."""
     segment: SegmentOffer | None = None
-    tp_rank: U16 = 0
-    tp_size: U16 = 1
+    wire_dtype: WireDtypeName = "auto"
 
 
 class HelloAck(ControlMessage):
-    """Decode -> prefill: compatible; this transport, these lanes, chunks of at most this size."""
+    """Decode -> prefill: compatible; this transport, these lanes, chunks of at most this size. `layout`: decode's (see wire_plan)."""
 
     kind: Literal["HELLO_ACK"] = "HELLO_ACK"
+    layout: KVLayout
     lane_endpoints: tuple[Annotated[str, Field(max_length=512)], ...] = Field(min_length=1, max_length=16)
     max_chunk_bytes: U32
     transport: TransportName = "tcp"
@@ -90,7 +91,7 @@ class Offer(ControlMessage):
 
 
 class Grant(ControlMessage):
-    """Decode -> prefill: room is reserved; send the missing blocks (indices in the chain)."""
+    """Decode -> prefill: room is reserved; send the missing units (see wire_plan)."""
 
     kind: Literal["GRANT"] = "GRANT"
     grant_id: U64

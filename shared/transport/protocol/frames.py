@@ -1,11 +1,12 @@
 """The fixed header of a KVX/1 data message: 192 bytes, little-endian, followed by one contiguous payload frame.
 
-A CHUNK carries a layer range of one block; a FENCE (no payload) travels behind the chunks of a lane and tells the receiver that
-everything before it has been put on the wire, so that what is missing then is lost, not late. FENCE fields: chunk_seq = round,
-chunk_total = chunks sent so far, slot = number of the last NACK acted upon.
+A CHUNK carries a range of layers and of KV heads of consecutive units (see wire_plan) of one prompt: [unit][layer][K|V][head][token][dim],
+then the scales where there are any. A FENCE (no payload) travels behind the chunks of a lane and tells the receiver that everything before
+it has been put on the wire, so that what is missing then is lost, not late. FENCE fields: chunk_seq = round, chunk_total = chunks sent so
+far, nack_seq = number of the last NACK acted upon, block_count = number of lanes this round goes over.
 
 A PROBE belongs to no transfer: its bytes are timed and dropped. A CHUNK with the flag SHARED_MEMORY is a notice: its payload frame is
-empty, and its bytes stand in the sender's segment, in block `slot`.
+empty, and its bytes stand in the sender's segment, from `segment_offset` on.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ import xxhash
 from shared.errors import ProtocolError
 
 MAGIC = b"KVX1"
-VERSION = 1
+VERSION = 2
 HEADER_NBYTES = 192
 _CRC_OFFSET = HEADER_NBYTES - 4
-_RESERVED = bytes(42)
-_STRUCT = struct.Struct("<4sHHBB16sHQQQIIIIQBQQHHIHHHBBBBHHHHH16s8sB42sI")
+_RESERVED = bytes(36)
+_STRUCT = struct.Struct("<4sHHBB16sHQQQIIIIQBQQHHIHHBBBBHHHHHQ16s8sB36sI")
 assert _STRUCT.size == HEADER_NBYTES
 
 
@@ -56,6 +57,8 @@ class KVDtype(IntEnum):
 
 class ScaleCode(IntEnum):
     NONE = 0
+    PER_UNIT_LAYER_KV = 1
+    """One fp32 factor for K and one for V of each layer of each unit, behind the data, in its order."""
 
 
 class LayoutCode(IntEnum):
@@ -94,7 +97,7 @@ class DataHeader:
     src_incarnation: int
     dst_incarnation: int
     grant_id: int
-    slot: int
+    nack_seq: int
     slot_gen: int
     chunk_seq: int
     chunk_total: int
@@ -107,11 +110,10 @@ class DataHeader:
     layer_start: int = 0
     layer_count: int = 0
     block_index: int = 0
-    """Index in the chain of the prompt's blocks, never a block id."""
+    """Index of the first unit in the chain of the prompt, never a block id."""
     block_count: int = 0
     block_tokens: int = 0
-    valid_tokens: int = 0
-    """Tokens in the last block of the payload that mean something."""
+    """Tokens of each unit: those that mean something, so fewer in the prompt's last one."""
     kv_part: KVPart = KVPart.KV
     dtype: KVDtype = KVDtype.FLOAT32
     scale: ScaleCode = ScaleCode.NONE
@@ -121,6 +123,7 @@ class DataHeader:
     head_dim: int = 0
     src_tp_rank: int = 0
     src_tp_size: int = 1
+    segment_offset: int = 0
     trace_id: bytes = bytes(16)
     span_id: bytes = bytes(8)
     trace_flags: int = 0
@@ -128,8 +131,9 @@ class DataHeader:
     @property
     def shape_nbytes(self) -> int:
         """Bytes that the shape fields describe."""
-        elements = self.layer_count * self.block_count * self.kv_part.count * self.head_count * self.block_tokens * self.head_dim
-        return elements * self.dtype.itemsize
+        parts = self.layer_count * self.block_count * self.kv_part.count
+        scale_nbytes = 4 if self.scale is ScaleCode.PER_UNIT_LAYER_KV else 0
+        return parts * (self.head_count * self.block_tokens * self.head_dim * self.dtype.itemsize + scale_nbytes)
 
     def pack(self) -> bytes:
         body = _STRUCT.pack(MAGIC, VERSION, HEADER_NBYTES, *_in_wire_order(self), _RESERVED, 0)[:_CRC_OFFSET]
@@ -170,8 +174,6 @@ class DataHeader:
             raise ProtocolError("data header: a chunk has a payload and a fence has none")
         if Flags.SHARED_MEMORY in self.flags and self.msg_type is not MessageType.CHUNK:
             raise ProtocolError("data header: only a chunk can stand in shared memory")
-        if self.valid_tokens > self.block_tokens:
-            raise ProtocolError(f"data header: {self.valid_tokens} valid tokens in a block of {self.block_tokens}")
 
 
 _FIELD_NAMES = tuple(field.name for field in fields(DataHeader))

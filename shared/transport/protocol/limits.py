@@ -10,14 +10,24 @@ HELLO_RETRY_S = 0.5
 OFFER_WAIT_S = 30.0
 """An offer for a transfer that the decode service has not announced is denied after this."""
 MAX_WAITING_OFFERS = 1024
+MAX_WAITING_OFFERS_PER_PEER = 256
+MAX_PEERS = 256
+"""Prefill workers that may be connected to one decode worker."""
+CONTROL_RATE_PER_S = 2000.0
+CONTROL_BURST = 8000
+"""Control messages of one peer that are listened to; what it says beyond that is dropped."""
+MAX_CHUNKS_PER_PEER = 64
+"""Chunks on the way to one peer, of all its transfers: a slow one cannot take all the staging memory."""
 MAX_TOMBSTONES = 4096
 """Ended transfers remembered, to answer a peer that has not heard yet."""
 MAX_CHUNK_DAMAGES = 2
 """A chunk that came damaged this often fails its transfer: one re-send, no more."""
 MAX_CHUNK_LOSSES = 5
 """As above for a chunk not there at a fence: more, because after a reconnect it may merely be late."""
-DISCONNECT_GRACE_S = 0.25
-"""A control connection that is not back after this is a dead peer."""
+DISCONNECT_GRACE_S = 1.0
+"""A control connection that is not back after this is a dead peer. Whoever comes back within it goes on where it was."""
+LANE_GRACE_S = 0.3
+"""What was on a lane that is not back after this goes over the others."""
 TICK_S = 0.05
 """How often the deadlines are looked at while transfers live."""
 HEARTBEAT_S = 0.4

@@ -12,12 +12,13 @@ from zmq.utils.monitor import recv_monitor_message
 
 from shared.clock import Clock
 from shared.config import Settings
-from shared.errors import ProtocolError
+from shared.errors import ConfigurationError, ProtocolError
 from shared.transport.connector import BlockMemory, ReceiverEvents
 from shared.transport.protocol import control
 from shared.transport.protocol.kv_layout import KVLayout
 from shared.transport.protocol.limits import DISCONNECT_GRACE_S, HEARTBEAT_S, TICK_S
 from shared.transport.protocol.transport_name import network_identity
+from shared.transport.receiving.peer_table import LaneAddresses
 from shared.transport.receiving.receiver_state import ReceiverState
 from shared.transport.wires.curve import CurveKeys, DoorKeeper, load_key_file, serve_with
 from shared.transport.wires.zmq_sockets import (
@@ -25,8 +26,8 @@ from shared.transport.wires.zmq_sockets import (
     SyncSocket,
     Waker,
     advertised_host,
-    bind_ephemeral,
     bind_ipc,
+    bind_tcp,
     is_loopback,
     new_context,
     new_control_socket,
@@ -50,11 +51,13 @@ class KVReceiver:
         events: ReceiverEvents,
         clock: Clock,
         settings: Settings,
-        worker_id: str = "",
         bind_host: str | None = None,
         advertise_host: str | None = None,
     ) -> None:
-        """Binds to free ports of `bind_host` (default: of the settings). Raises ConfigurationError for addresses that cannot work."""
+        """Binds to `bind_host` (default: of the settings): control to kv_port, lanes to the ports after it.
+
+        Raises ConfigurationError for addresses that cannot work.
+        """
         bind_host = bind_host or settings.bind_host
         host = advertised_host(bind_host, advertise_host or settings.advertise_host)
         self._clock = clock
@@ -73,7 +76,11 @@ class KVReceiver:
         self._door_keepers = [DoorKeeper(self._context, clients)] if clients else []
         self._router = new_control_socket(self._context, zmq.ROUTER)
         serve_with(self._router, keys)
-        self.ctrl_endpoint = bind_ephemeral(self._router, bind_host, host)
+        if settings.kv_advertise_port and not settings.kv_port:
+            raise ConfigurationError("kv_advertise_port leads nowhere while kv_port is 0 (any free port): set kv_port too")
+        ports = _ports(settings.kv_port, settings.kv_lanes)
+        advertised = _ports(settings.kv_advertise_port or settings.kv_port, settings.kv_lanes)
+        self.ctrl_endpoint = bind_tcp(self._router, bind_host, host, ports[0], advertised[0])
         self._monitor = self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._lane_contexts: list[SyncContext] = [new_context() for _ in range(settings.kv_lanes)]
         lanes = [new_lane_socket(context, zmq.PULL, settings.kv_max_chunk_bytes, _LANE_POLL_MS) for context in self._lane_contexts]
@@ -90,12 +97,15 @@ class KVReceiver:
             events=events,
             clock=clock,
             settings=settings,
-            worker_id=worker_id,
             wire=self,
-            lane_endpoints=tuple(bind_ephemeral(lane, bind_host, host) for lane in lanes),
-            ipc_endpoints=tuple(bind_ipc(lane, f"{incarnation:x}-{index}") for index, lane in enumerate(lanes) if is_near_allowed),
-            network=network_identity(),
-            are_lanes_encrypted=are_encrypted,
+            lanes=LaneAddresses(
+                tuple(
+                    bind_tcp(lane, bind_host, host, port, shown) for lane, port, shown in zip(lanes, ports[1:], advertised[1:], strict=True)
+                ),
+                tuple(bind_ipc(lane, f"{incarnation:x}-{index}") for index, lane in enumerate(lanes) if is_near_allowed),
+                network_identity(),
+                are_encrypted,
+            ),
         )
         self._threads = [threading.Thread(target=self._run_control, name="kv-receive-control", daemon=True)]
         for index, (lane, context) in enumerate(zip(lanes, self._lane_contexts, strict=True)):
@@ -121,10 +131,11 @@ class KVReceiver:
         deadline_s: float,
         traceparent: str = "",
         block_hashes: Sequence[bytes] | None = None,
+        src_tp_size: int = 1,
     ) -> None:
         """Blocks are reserved: grant the offer, now or when it comes. See ReceiverState.expect."""
         trace = traceparent if len(traceparent) <= 64 else ""
-        self.state.expect(transfer_id, attempt, block_ids, missing, num_prompt_tokens, deadline_s, trace, block_hashes)
+        self.state.expect(transfer_id, attempt, block_ids, missing, num_prompt_tokens, deadline_s, trace, block_hashes, src_tp_size)
         self._waker.wake()
 
     def deny(self, transfer_id: str, reason: str, retry_ms: int = 0) -> None:
@@ -284,3 +295,8 @@ class KVReceiver:
             if now - since > DISCONNECT_GRACE_S:
                 del self._unreachable_s[peer]
                 self.state.on_peer_lost(peer, "the connection to the prefill worker broke")
+
+
+def _ports(first: int, num_lanes: int) -> list[int]:
+    """Of control and of each lane; 0: any."""
+    return [first and first + index for index in range(1 + num_lanes)]

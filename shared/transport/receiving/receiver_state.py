@@ -2,7 +2,9 @@
 
 The receiver decides where bytes land: a data message is accepted only for a live grant whose every identity it names, so a late
 or foreign message can never touch a block. Thread-safe: one short lock; hashing and copying run outside it, counted as writers,
-and a grant's blocks are handed back (abort returns, an event is delivered) only when it has no writer.
+and a transfer's blocks are handed back (abort returns, an event is delivered) only when it has no writer.
+
+A transfer from a tensor-parallel prefill worker has a stream from each of its ranks; it commits when all of them are complete.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import logging
 import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from shared.clock import Clock
 from shared.config import Settings
@@ -21,13 +23,17 @@ from shared.transport.connector import BlockMemory, CommitInfo, ReceiverEvents, 
 from shared.transport.protocol import control
 from shared.transport.protocol.frames import ChecksumCode, DataHeader, Flags, MessageType, checksum
 from shared.transport.protocol.kv_layout import KVLayout
-from shared.transport.protocol.limits import LATE_TICK_S, MAX_TOMBSTONES, MAX_WAITING_OFFERS, OFFER_WAIT_S
-from shared.transport.protocol.segment_offer import SegmentOffer
+from shared.transport.protocol.limits import (
+    LATE_TICK_S,
+    MAX_TOMBSTONES,
+    MAX_WAITING_OFFERS,
+    MAX_WAITING_OFFERS_PER_PEER,
+    OFFER_WAIT_S,
+)
 from shared.transport.protocol.seq_ranges import to_ranges
-from shared.transport.protocol.transport_name import TransportName, allowed
-from shared.transport.receiving.grant import Grant, GrantPhase
-from shared.transport.wires.shared_segment import SegmentReader
-from shared.transport.wires.wire_speed import Probe, copy_bytes, probe_segment
+from shared.transport.protocol.wire_plan import source_ranks
+from shared.transport.receiving.incoming import Incoming, Stream
+from shared.transport.receiving.peer_table import LaneAddresses, PeerTable
 
 logger = logging.getLogger(__name__)
 COUNTERS = (
@@ -40,25 +46,13 @@ COUNTERS = (
     "bad_headers",
     "bad_checksums",
     "control_ignored",
+    "control_throttled",
     "malformed_messages",
     "offers_denied",
     "transfers_expected",
     "transfers_committed",
     "transfers_failed",
 )
-
-
-@dataclass(slots=True)
-class _Peer:
-    name: str
-    incarnation: int
-    num_lanes: int
-    transport: TransportName
-    last_heard_s: float
-    offer: SegmentOffer | None = None
-    segment: SegmentReader | None = None
-    probes: dict[int, Probe] = field(default_factory=dict)
-    """By lane."""
 
 
 @dataclass(slots=True)
@@ -70,9 +64,10 @@ class _WaitingOffer:
 
 @dataclass(slots=True)
 class _Event:
-    """The end of a transfer, to be told when its grant has no writer. `info` is set on success."""
+    """The end of a transfer, to be told when it has no writer. `info` is set on success."""
 
-    grant: Grant
+    incoming: Incoming
+    hidden_state: bytes
     info: CommitInfo | None
     reason: str
 
@@ -93,34 +88,24 @@ class ReceiverState:
         events: ReceiverEvents,
         clock: Clock,
         settings: Settings,
-        worker_id: str,
         wire: ReceiverWire,
-        lane_endpoints: tuple[str, ...],
-        ipc_endpoints: tuple[str, ...] = (),
-        network: str = "",
-        are_lanes_encrypted: bool = False,
+        lanes: LaneAddresses,
     ) -> None:
-        """Raises ConfigurationError when one layer of a block does not fit a chunk.
-
-        `ipc_endpoints`: the same lanes, for those whose `network` (see transport_name.network_identity) is this one.
-        """
-        layout.layer_ranges(settings.kv_max_chunk_bytes)
+        """Raises ConfigurationError when one layer of a block does not fit a chunk."""
+        layout.check_chunk(settings.kv_max_chunk_bytes)
         self._layout = layout
         self._memory = memory
         self._incarnation = incarnation
         self._events = events
         self._clock = clock
         self._settings = settings
-        self._worker_id = worker_id
         self._wire = wire
-        self._lane_endpoints = lane_endpoints
-        self._ipc_endpoints = ipc_endpoints
-        self._network = network
-        self._are_lanes_encrypted = are_lanes_encrypted
         self._lock = threading.Condition()
-        self._peers: dict[str, _Peer] = {}
-        self._grants: dict[str, Grant] = {}
-        self._offers: dict[str, _WaitingOffer] = {}
+        self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
+        self._peers = PeerTable(layout, memory, incarnation, clock, settings, wire, lanes, self._counters)
+        self._incoming: dict[str, Incoming] = {}
+        self._offers: dict[tuple[str, int], _WaitingOffer] = {}
+        """By transfer and rank of the sender."""
         self._announced: dict[str, float] = {}
         self._tombstones: OrderedDict[str, _Tombstone] = OrderedDict()
         self._outbox: deque[_Event] = deque()
@@ -128,7 +113,6 @@ class ReceiverState:
         self._last_tick_s = 0.0
         self._is_draining = False
         self._credit_batch = max(1, settings.kv_credits // 4)
-        self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
 
     def counters(self) -> dict[str, float]:
         with self._lock:
@@ -137,7 +121,7 @@ class ReceiverState:
     @property
     def num_transfers(self) -> int:
         with self._lock:
-            return len(self._grants) + len(self._offers)
+            return len(self._incoming) + len(self._offers)
 
     def peers(self) -> list[tuple[str, int]]:
         """(peer, incarnation) of every open connection."""
@@ -151,8 +135,9 @@ class ReceiverState:
         with self._lock:
             deadline = self._clock.now_s() + deadline_s
             self._announced[transfer_id] = deadline
-            if transfer_id in self._offers:
-                self._offers[transfer_id].deadline_s = deadline
+            for (other_id, _), waiting in self._offers.items():
+                if other_id == transfer_id:
+                    waiting.deadline_s = deadline
 
     def expect(
         self,
@@ -164,12 +149,14 @@ class ReceiverState:
         deadline_s: float,
         traceparent: str = "",
         block_hashes: Sequence[bytes] | None = None,
+        src_tp_size: int = 1,
     ) -> None:
         """Blocks are reserved: grant the offer, now or when it comes.
 
         `block_ids`: the block of every index of the prompt's chain, held or reserved; `missing`: the indices to be sent.
         `deadline_s`: seconds from now for the whole transfer. `block_hashes`: compared with the offer's when given.
-        Raises TransferError when the arguments contradict each other or the transfer is expected already.
+        `src_tp_size`: ranks of the prefill worker. Raises TransferError when the arguments contradict each other or the transfer is
+        expected already.
         """
         num_blocks = self._layout.num_blocks(num_prompt_tokens)
         if len(block_ids) < num_blocks:
@@ -177,43 +164,42 @@ class ReceiverState:
         if any(not 0 <= index < num_blocks for index in missing):
             raise TransferError(f"missing must be indices of the prompt's {num_blocks} blocks, not block ids: {list(missing)[:8]}")
         with self._lock:
-            if transfer_id in self._grants:
+            if transfer_id in self._incoming:
                 raise TransferError(f"transfer {transfer_id} is expected already")
             now = self._clock.now_s()
             self._slot_gen = (self._slot_gen + 1) & 0xFFFF_FFFF
-            grant = Grant(
+            incoming = Incoming(
                 transfer_id=transfer_id,
                 attempt=attempt,
                 block_ids=tuple(block_ids),
                 missing=frozenset(missing),
-                num_layers=self._layout.num_layers,
                 num_prompt_tokens=num_prompt_tokens,
                 deadline_s=now + deadline_s,
                 traceparent=traceparent,
-                grant_id=new_grant_id(),
                 slot_gen=self._slot_gen,
                 expected_s=now,
                 block_hashes=None if block_hashes is None else b"".join(block_hashes),
+                ranks=source_ranks(self._layout.num_kv_heads, src_tp_size, self._layout.tp_rank, self._layout.tp_size),
+                src_tp_size=src_tp_size,
                 last_progress_s=now,
             )
             self._announced.pop(transfer_id, None)
-            self._grants[transfer_id] = grant
+            self._incoming[transfer_id] = incoming
             self._counters["transfers_expected"] += 1
             tombstone = self._tombstones.get(transfer_id)
-            waiting = self._offers.pop(transfer_id, None)
+            waiting = self._pop_offers(transfer_id)
             if tombstone is not None:
-                self._end(grant, tombstone.reason or "this transfer has ended already")
-            elif waiting is not None:
-                self._grant_offer(grant, waiting.peer, waiting.offer)
+                self._end(incoming, tombstone.reason or "this transfer has ended already")
+            for offer in waiting:
+                self._on_offer(offer.peer, offer.offer)
 
     def deny(self, transfer_id: str, reason: str, retry_ms: int = 0) -> None:
         """No room, or not wanted: refuse the offer, now or when it comes."""
         with self._lock:
-            waiting = self._offers.pop(transfer_id, None)
             self._announced.pop(transfer_id, None)
-            if transfer_id not in self._grants:
+            if transfer_id not in self._incoming:
                 self._bury(transfer_id, _Tombstone(False, reason))
-            if waiting is not None:
+            for waiting in self._pop_offers(transfer_id):
                 self._deny(waiting.peer, waiting.offer, reason, retry_ms=retry_ms)
 
     def abort(self, transfer_id: str, reason: str) -> bool:
@@ -223,21 +209,19 @@ class ReceiverState:
         been delivered. Waits only for copies in progress.
         """
         with self._lock:
-            waiting = self._offers.pop(transfer_id, None)
-            if waiting is not None:
+            for waiting in self._pop_offers(transfer_id):
                 self._deny(waiting.peer, waiting.offer, reason)
             self._announced.pop(transfer_id, None)
-            grant = self._grants.get(transfer_id)
-            if grant is not None:
-                self._send_abort(grant, reason)
-                self._end(grant, reason)
-            event = next((event for event in self._outbox if event.grant.transfer_id == transfer_id), None)
+            incoming = self._incoming.get(transfer_id)
+            if incoming is not None:
+                self._fail(incoming, reason)
+            event = next((event for event in self._outbox if event.incoming.transfer_id == transfer_id), None)
             if event is None:
                 if transfer_id not in self._tombstones:
                     self._bury(transfer_id, _Tombstone(False, reason))
                 return False
             self._outbox.remove(event)
-            while event.grant.num_writing:
+            while event.incoming.num_writing:
                 self._lock.wait()
             return True
 
@@ -247,16 +231,16 @@ class ReceiverState:
             self._is_draining = True
             for key, peer in self._peers.items():
                 self._wire.send_control(key, control.Drain(src_incarnation=self._incarnation, dst_incarnation=peer.incarnation))
-            for transfer_id, waiting in list(self._offers.items()):
-                del self._offers[transfer_id]
-                self._deny(waiting.peer, waiting.offer, "the decode worker is draining")
+            waiting, self._offers = list(self._offers.values()), {}
+            for offer in waiting:
+                self._deny(offer.peer, offer.offer, "the decode worker is draining")
 
     def close(self, reason: str = "the decode worker is shutting down") -> None:
         """Abort everything and say goodbye; events follow through deliver_events."""
         with self._lock:
             self._is_draining = True
-            for grant in list(self._grants.values()):
-                self._fail(grant, reason)
+            for incoming in list(self._incoming.values()):
+                self._fail(incoming, reason)
             for key, peer in self._peers.items():
                 self._wire.send_control(key, control.Bye(src_incarnation=self._incarnation, dst_incarnation=peer.incarnation))
             self._offers.clear()
@@ -264,29 +248,29 @@ class ReceiverState:
 
     # What the wire reports
 
-    def on_control(self, peer: str, message: control.AnyControl, blob: bytes = b"") -> None:
+    def on_control(self, key: str, message: control.AnyControl, blob: bytes = b"") -> None:
         with self._lock:
-            if peer in self._peers and message.src_incarnation == self._peers[peer].incarnation:
-                self._peers[peer].last_heard_s = self._clock.now_s()
+            if not self._peers.hear(key, message.src_incarnation):
+                return
             if message.dst_incarnation != self._incarnation:
                 self._counters["control_ignored"] += 1
-                self._refuse_connection(peer, message, "this is another process than the one you look for; it restarted")
+                self._peers.refuse(key, message, "this is another process than the one you look for; it restarted")
             elif isinstance(message, control.Hello):
-                self._on_hello(peer, message)
-            elif peer not in self._peers or self._peers[peer].incarnation != message.src_incarnation:
+                self._peers.welcome(key, message, lambda reason: self._lose_peer(key, reason))
+            elif self._peers.get(key, message.src_incarnation) is None:
                 self._counters["control_ignored"] += 1
-                self._refuse_connection(peer, message, "say HELLO first")
+                self._peers.refuse(key, message, "say HELLO first")
             elif isinstance(message, control.Bye):
-                self._lose_peer(peer, "the prefill worker is shutting down")
+                self._lose_peer(key, "the prefill worker is shutting down")
             elif isinstance(message, control.Offer):
-                self._on_offer(peer, message)
+                self._on_offer(key, message)
             else:
-                self._on_transfer_message(peer, message, blob)
+                self._on_transfer_message(key, message, blob)
 
-    def on_peer_lost(self, peer: str, reason: str) -> None:
+    def on_peer_lost(self, key: str, reason: str) -> None:
         """The prefill worker is gone."""
         with self._lock:
-            self._lose_peer(peer, reason)
+            self._lose_peer(key, reason)
 
     def on_data(self, lane: int, header_frame: bytes | memoryview, payload: memoryview) -> None:
         """One data message, on the thread of its lane. Never raises for what a peer sent."""
@@ -298,33 +282,25 @@ class ReceiverState:
             return
         with self._lock:
             if header.msg_type is MessageType.PROBE:
-                self._on_probe(lane, header)
+                self._peers.take_probe(lane, header)
                 return
-            grant = self._admit(header, payload)
-            if grant is None:
+            stream = self._admit(header, payload)
+            if stream is None:
                 return
             if header.msg_type is MessageType.FENCE:
-                self._on_fence(grant, lane, header)
+                self._on_fence(stream, lane, header)
                 return
-            source = self._source(grant, header, payload)
-            if source is None or not self._claim(grant, header):
+            source = self._source(stream, header, payload)
+            if source is None or not self._claim(stream, header):
                 return
         is_sound, fault = False, ""
         try:
-            start = header.layer_start * self._layout.layer_nbytes
-            block = self._memory.block_view(grant.block_ids[header.block_index])[start : start + header.payload_nbytes]
-            # The sender's memory may change while it is read: what is checked is what has landed. It counts for nothing until then.
-            is_shared = Flags.SHARED_MEMORY in header.flags
-            if is_shared:
-                copy_bytes(block, source)
-            is_sound = checksum(block if is_shared else source) == header.checksum
-            if is_sound and not is_shared:
-                copy_bytes(block, source)
+            is_sound = self._write(stream, header, source)
         except Exception as error:
-            logger.exception("KV transfer %s: cannot write a block", grant.transfer_id)
-            is_sound, fault = False, f"the decode worker cannot write a block: {error}"
+            logger.exception("KV transfer %s: cannot write a block", stream.incoming.transfer_id)
+            fault = f"the decode worker cannot write a block: {error}"
         with self._lock:
-            self._settle(grant, header, is_sound, fault)
+            self._settle(stream, header, is_sound, fault)
 
     def count_malformed(self) -> None:
         """The wire refused or could not pass on a message."""
@@ -334,9 +310,10 @@ class ReceiverState:
     def flush_credits(self) -> None:
         """Acknowledge what has not been yet; call when a lane runs dry."""
         with self._lock:
-            for grant in self._grants.values():
-                if grant.num_uncredited:
-                    self._send_credit(grant)
+            for incoming in self._incoming.values():
+                for stream in incoming.streams.values():
+                    if stream.num_uncredited:
+                        self._send_credit(stream)
 
     def tick(self) -> None:
         """Look at every deadline; call at least every TICK_S while transfers live."""
@@ -344,21 +321,20 @@ class ReceiverState:
             now = self._clock.now_s()
             timeout = self._settings.kv_progress_timeout_s
             is_late, self._last_tick_s = now - self._last_tick_s > LATE_TICK_S, now
-            granting = {grant.peer for grant in self._grants.values()}
-            for key, peer in list(self._peers.items()):
-                if is_late:
-                    peer.last_heard_s = now
-                elif key in granting and now - peer.last_heard_s > self._settings.kv_peer_timeout_s:
-                    self._lose_peer(key, f"the prefill worker has been silent for {self._settings.kv_peer_timeout_s} s")
-            for grant in list(self._grants.values()):
-                if now > grant.deadline_s:
-                    self._fail(grant, "the request's deadline passed during the KV transfer")
-                elif now - grant.last_progress_s > timeout:
-                    what = "offered nothing" if grant.phase is GrantPhase.EXPECTED else "neither sent a chunk nor renewed"
-                    self._fail(grant, f"the prefill worker {what} for {timeout} s")
-            for transfer_id, waiting in list(self._offers.items()):
+            if is_late:
+                self._peers.forgive_silence(now)
+            granting = [stream.peer for incoming in self._incoming.values() for stream in incoming.streams.values()]
+            for key in self._peers.silent(granting, now):
+                self._lose_peer(key, f"the prefill worker has been silent for {self._settings.kv_peer_timeout_s} s")
+            for incoming in list(self._incoming.values()):
+                if now > incoming.deadline_s:
+                    self._fail(incoming, "the request's deadline passed during the KV transfer")
+                elif now - incoming.last_progress_s > timeout:
+                    what = "neither sent a chunk nor renewed" if incoming.is_granted else "offered nothing"
+                    self._fail(incoming, f"the prefill worker {what} for {timeout} s")
+            for at, waiting in list(self._offers.items()):
                 if now > waiting.deadline_s:
-                    del self._offers[transfer_id]
+                    del self._offers[at]
                     self._deny(waiting.peer, waiting.offer, "the decode worker did not reserve blocks in time")
             for transfer_id, deadline in list(self._announced.items()):
                 if now > deadline:
@@ -367,370 +343,324 @@ class ReceiverState:
     @property
     def has_events(self) -> bool:
         with self._lock:
-            return any(event.grant.num_writing == 0 for event in self._outbox)
+            return any(event.incoming.num_writing == 0 for event in self._outbox)
 
     def deliver_events(self) -> None:
         """Tell the listener what has ended; call from one thread only, without locks."""
         while True:
             with self._lock:
-                event = next((event for event in self._outbox if event.grant.num_writing == 0), None)
+                event = next((event for event in self._outbox if event.incoming.num_writing == 0), None)
                 if event is None:
                     return
                 self._outbox.remove(event)
             try:
                 if event.info is not None:
-                    self._events.on_committed(event.grant.transfer_id, event.grant.hidden_state, event.info)
+                    self._events.on_committed(event.incoming.transfer_id, event.hidden_state, event.info)
                 else:
-                    self._events.on_failed(event.grant.transfer_id, event.reason)
+                    self._events.on_failed(event.incoming.transfer_id, event.reason)
             except Exception:
                 logger.exception("a listener of KV transfer events failed")
 
-    # Below here the lock is held. Connections
+    # Below here the lock is held
 
-    def _on_hello(self, peer: str, message: control.Hello) -> None:
-        if not message.protocol_min <= control.PROTOCOL_VERSION <= message.protocol_max:
-            ours, theirs = control.PROTOCOL_VERSION, (message.protocol_min, message.protocol_max)
-            self._refuse_connection(peer, message, f"incompatible peer: protocol is {ours} here and {theirs} there", "protocol")
-            return
-        difference = self._layout.first_difference(message.layout)
-        if difference is None and (message.tp_size, ChecksumCode.XXH3_64.value in message.checksums) != (1, True):
-            difference = ("tp_size", 1, message.tp_size) if message.tp_size != 1 else ("checksums", (1,), message.checksums)
-        if difference is not None:
-            field, ours_, theirs_ = difference
-            self._refuse_connection(peer, message, f"incompatible peer: {field} is {ours_!r} here and {theirs_!r} there", field)
-            return
-        chosen = self._choose_transport(peer, message)
-        if chosen is None:
-            ours_, theirs_ = allowed(self._settings.kv_transport), message.transports
-            self._refuse_connection(peer, message, f"no transport in common: {ours_} here and {theirs_} there", "transports")
-            return
-        is_near = message.network == self._network != "" and chosen.transport != "tcp" and bool(self._ipc_endpoints)
-        endpoints = (self._ipc_endpoints if is_near else self._lane_endpoints)[: message.num_lanes]
-        chosen.num_lanes = len(endpoints)
-        self._peers[peer] = chosen
-        self._wire.send_control(
-            peer,
-            control.HelloAck(
-                src_incarnation=self._incarnation,
-                dst_incarnation=message.src_incarnation,
-                lane_endpoints=endpoints,
-                max_chunk_bytes=min(message.max_chunk_bytes, self._settings.kv_max_chunk_bytes),
-                transport=chosen.transport,
-                are_lanes_encrypted=self._are_lanes_encrypted,
-            ),
-        )
+    def _lose_peer(self, key: str, reason: str) -> None:
+        self._peers.pop(key)
+        for (transfer_id, rank), waiting in list(self._offers.items()):
+            if waiting.peer == key:
+                del self._offers[transfer_id, rank]
+                self._bury(transfer_id, _Tombstone(False, reason))
+        for incoming in list(self._incoming.values()):
+            if any(stream.peer == key for stream in incoming.streams.values()):
+                self._fail(incoming, reason, to_all_but=key)
 
-    def _choose_transport(self, peer: str, message: control.Hello) -> _Peer | None:
-        """The peer with the best transport that both ends allow and that works; None: there is none."""
-        known = self._peers.get(peer)
-        if known is not None and (known.incarnation, known.offer) == (message.src_incarnation, message.segment):
-            return known
-        for name in allowed(self._settings.kv_transport):
-            chosen = _Peer(message.worker_id, message.src_incarnation, 0, name, self._clock.now_s(), message.segment)
-            if name not in message.transports or (name == "ipc" and not (self._ipc_endpoints and message.network == self._network != "")):
-                continue
-            if name == "shm":
-                try:
-                    if message.segment is None:
-                        continue
-                    chosen.segment = SegmentReader(message.segment)
-                except TransferError as error:
-                    logger.info("no shared memory with %s: %s", message.worker_id, error.message)
-                    continue
-                self._report(chosen, probe_segment(chosen.segment))
-            return chosen
-        return None
+    # Offers
 
-    def _on_probe(self, lane: int, header: DataHeader) -> None:
-        peer = next((peer for peer in self._peers.values() if peer.incarnation == header.src_incarnation), None)
-        if peer is None or header.dst_incarnation != self._incarnation or not 0 <= lane < peer.num_lanes:
-            self._counters["stale_frames"] += 1
-            return
-        # A lane opened again is measured anew: the time between two connections is not the wire's.
-        probe = peer.probes[lane] = Probe() if header.chunk_seq == 0 else peer.probes.get(lane, Probe())
-        probe.take(header.payload_nbytes, self._clock.now_s(), is_last=Flags.LAST in header.flags)
-        if len(peer.probes) == peer.num_lanes and all(other.is_complete for other in peer.probes.values()):
-            self._report(peer, sum(other.bytes_per_s for other in peer.probes.values()))
-            peer.probes.clear()
+    def _pop_offers(self, transfer_id: str) -> list[_WaitingOffer]:
+        return [self._offers.pop(at) for at in list(self._offers) if at[0] == transfer_id]
 
-    def _report(self, peer: _Peer, bytes_per_s: float) -> None:
-        gb_per_s = bytes_per_s / 1e9
-        logger.info("KV wire from %s: %s, %.2f GB/s", peer.name, peer.transport, gb_per_s)
-        if gb_per_s < self._settings.kv_min_gb_per_s:
-            logger.warning(
-                "the KV wire from %s is slow: %s carries %.3f GB/s, less than kv_min_gb_per_s = %g",
-                peer.name, peer.transport, gb_per_s, self._settings.kv_min_gb_per_s,
-            )  # fmt: skip
-
-    def _refuse_connection(self, peer: str, message: control.ControlMessage, reason: str, field: str | None = None) -> None:
-        self._wire.send_control(
-            peer,
-            control.Deny(src_incarnation=self._incarnation, dst_incarnation=message.src_incarnation, reason=reason[:1000], field=field),
-        )
-
-    def _lose_peer(self, peer: str, reason: str) -> None:
-        self._peers.pop(peer, None)
-        for transfer_id in [transfer_id for transfer_id, waiting in self._offers.items() if waiting.peer == peer]:
-            del self._offers[transfer_id]
-            self._bury(transfer_id, _Tombstone(False, reason))
-        for grant in [grant for grant in self._grants.values() if grant.peer == peer]:
-            self._end(grant, reason)
-
-    # Messages about one transfer
-
-    def _on_offer(self, peer: str, offer: control.Offer) -> None:
+    def _on_offer(self, key: str, offer: control.Offer) -> None:
         transfer_id = offer.transfer_id
-        grant = self._grants.get(transfer_id)
+        incoming = self._incoming.get(transfer_id)
         tombstone = self._tombstones.get(transfer_id)
-        if grant is not None:
-            self._grant_offer(grant, peer, offer)
+        at = transfer_id, self._peers[key].plan.src.tp_rank
+        if incoming is not None:
+            self._grant(incoming, key, offer)
         elif tombstone is not None:
-            self._deny(peer, offer, tombstone.reason or "this transfer has ended already")
+            self._deny(key, offer, tombstone.reason or "this transfer has ended already")
         elif self._is_draining:
-            self._deny(peer, offer, "the decode worker is draining")
-        elif transfer_id in self._offers:
-            self._offers[transfer_id].peer = peer
-            self._answer(peer, control.Renew(**self._returned(offer)))
+            self._deny(key, offer, "the decode worker is draining")
+        elif at in self._offers:
+            self._offers[at].peer = key
+            self._answer(key, control.Renew(**self._returned(offer)))
         elif len(self._offers) >= MAX_WAITING_OFFERS:
-            self._deny(peer, offer, f"{MAX_WAITING_OFFERS} offers wait already", retry_ms=100)
+            self._deny(key, offer, f"{MAX_WAITING_OFFERS} offers wait already", retry_ms=100)
+        elif sum(waiting.peer == key for waiting in self._offers.values()) >= MAX_WAITING_OFFERS_PER_PEER:
+            self._deny(key, offer, f"{MAX_WAITING_OFFERS_PER_PEER} offers of yours wait already", retry_ms=100)
         else:
             now = self._clock.now_s()
             deadline = min(now + offer.deadline_s, self._announced.get(transfer_id, now + OFFER_WAIT_S))
-            self._offers[transfer_id] = _WaitingOffer(peer, offer, deadline)
+            self._offers[at] = _WaitingOffer(key, offer, deadline)
 
-    def _grant_offer(self, grant: Grant, peer: str, offer: control.Offer) -> None:
+    def _grant(self, incoming: Incoming, key: str, offer: control.Offer) -> None:
+        plan = self._peers[key].plan
+        rank = plan.src.tp_rank
         hashes = bytes.fromhex(offer.block_hashes)
         difference = ""
-        if offer.attempt != grant.attempt:
-            difference = f"attempt: {grant.attempt} here and {offer.attempt} there"
-        elif offer.num_prompt_tokens != grant.num_prompt_tokens:
-            difference = f"num_prompt_tokens: {grant.num_prompt_tokens} here and {offer.num_prompt_tokens} there"
-        elif grant.block_hashes not in (None, hashes):
+        if offer.attempt != incoming.attempt:
+            difference = f"attempt: {incoming.attempt} here and {offer.attempt} there"
+        elif offer.num_prompt_tokens != incoming.num_prompt_tokens:
+            difference = f"num_prompt_tokens: {incoming.num_prompt_tokens} here and {offer.num_prompt_tokens} there"
+        elif plan.src.tp_size != incoming.src_tp_size:
+            difference = f"tp_size: {incoming.src_tp_size} here and {plan.src.tp_size} there"
+        elif incoming.block_hashes not in (None, hashes):
             difference = "block_hashes: they differ"
         if difference:
-            self._deny(peer, offer, f"the offer does not match the request: {difference}", field=difference.partition(":")[0])
-            if offer.attempt >= grant.attempt:
-                self._end(grant, f"the prefill worker offered something else: {difference}")
-            return
-        if grant.phase is GrantPhase.GRANTED and offer.src_incarnation != grant.src_incarnation:
-            self._deny(peer, offer, "this transfer belongs to another prefill worker")
+            self._deny(key, offer, f"the offer does not match the request: {difference}", field=difference.partition(":")[0])
+            if offer.attempt >= incoming.attempt:
+                self._fail(incoming, f"the prefill worker offered something else: {difference}")
             return
         now = self._clock.now_s()
-        grant.last_progress_s = now
-        grant.peer = peer
-        if grant.phase is GrantPhase.EXPECTED:
-            grant.phase = GrantPhase.GRANTED
-            grant.granted_s = now
-            grant.src_incarnation = offer.src_incarnation
-            grant.hash_set_digest = checksum(hashes)
-            grant.num_lanes = self._peers[peer].num_lanes
-            num_held = self._layout.num_blocks(grant.num_prompt_tokens) - len(grant.missing)
-            self._counters["bytes_deduped"] += num_held * self._layout.block_nbytes
+        stream = incoming.streams.get(rank)
+        if stream is not None and offer.src_incarnation != stream.src_incarnation:
+            self._deny(key, offer, "this transfer belongs to another prefill worker")
+            return
+        incoming.last_progress_s = now
+        if stream is None:
+            stream = Stream(
+                incoming=incoming,
+                peer=key,
+                src_incarnation=offer.src_incarnation,
+                plan=plan,
+                grant_id=new_grant_id(),
+                hash_set_digest=checksum(hashes),
+                granted_s=now,
+                missing=plan.missing_units(incoming.missing, incoming.num_prompt_tokens),
+            )
+            incoming.streams[rank] = stream
+            num_held = plan.num_units(incoming.num_prompt_tokens) - len(stream.missing)
+            self._counters["bytes_deduped"] += num_held * plan.layer_nbytes(plan.unit_tokens) * self._layout.num_layers
+        stream.peer = key
         self._answer(
-            peer,
+            key,
             control.Grant(
-                **self._addressed(grant),
-                grant_id=grant.grant_id,
-                slot_gen=grant.slot_gen,
-                missing=to_ranges(grant.missing),
+                **self._addressed(stream),
+                grant_id=stream.grant_id,
+                slot_gen=incoming.slot_gen,
+                missing=to_ranges(stream.missing),
                 credits=self._settings.kv_credits,
             ),
         )
 
-    def _on_transfer_message(self, peer: str, message: control.AnyControl, blob: bytes) -> None:
+    # Messages about one transfer
+
+    def _on_transfer_message(self, key: str, message: control.AnyControl, blob: bytes) -> None:
         transfer_id = message.transfer_id
-        grant = self._grants.get(transfer_id)
         if not transfer_id or isinstance(message, control.AbortAck):
             return
-        if grant is not None and (grant.attempt, grant.src_incarnation) == (message.attempt, message.src_incarnation):
-            grant.last_progress_s = self._clock.now_s()
-            grant.peer = peer
+        incoming = self._incoming.get(transfer_id)
+        stream = incoming.streams.get(self._peers[key].plan.src.tp_rank) if incoming is not None else None
+        if stream is not None and (stream.incoming.attempt, stream.src_incarnation) == (message.attempt, message.src_incarnation):
+            stream.incoming.last_progress_s = self._clock.now_s()
+            stream.peer = key
             if isinstance(message, control.Commit):
-                self._on_commit(grant, message, blob)
+                self._on_commit(stream, message, blob)
             elif isinstance(message, control.Renew):
-                self._send_credit(grant)
+                self._send_credit(stream)
             elif isinstance(message, control.Abort):
-                self._answer(peer, control.AbortAck(**self._returned(message)))
-                self._end(grant, f"aborted by the prefill worker: {message.reason}")
+                self._answer(key, control.AbortAck(**self._returned(message)))
+                self._fail(stream.incoming, f"aborted by the prefill worker: {message.reason}", to_all_but=key)
             return
         if isinstance(message, control.Abort):
-            self._offers.pop(transfer_id, None)
-            if grant is None and transfer_id not in self._tombstones:
+            self._pop_offers(transfer_id)
+            if incoming is None and transfer_id not in self._tombstones:
                 self._bury(transfer_id, _Tombstone(False, f"aborted by the prefill worker: {message.reason}"))
-            elif grant is not None and grant.phase is GrantPhase.EXPECTED and grant.attempt == message.attempt:
-                self._end(grant, f"aborted by the prefill worker: {message.reason}")
-            self._answer(peer, control.AbortAck(**self._returned(message)))
-        elif isinstance(message, control.Commit | control.Renew) and transfer_id not in self._offers:
-            self._answer_ended(peer, message)
+            elif incoming is not None and stream is None and incoming.attempt == message.attempt:
+                self._fail(incoming, f"aborted by the prefill worker: {message.reason}")
+            self._answer(key, control.AbortAck(**self._returned(message)))
+        elif isinstance(message, control.Commit | control.Renew) and not any(at[0] == transfer_id for at in self._offers):
+            self._answer_ended(key, message)
 
-    def _answer_ended(self, peer: str, message: control.AnyControl) -> None:
+    def _answer_ended(self, key: str, message: control.AnyControl) -> None:
         tombstone = self._tombstones.get(message.transfer_id)
         if tombstone is not None and tombstone.is_committed:
-            self._answer(peer, control.Committed(**self._returned(message)))
+            self._answer(key, control.Committed(**self._returned(message)))
         else:
             reason = tombstone.reason if tombstone is not None else "the decode worker does not know this transfer"
-            self._answer(peer, control.Abort(**self._returned(message), reason=reason[:1000]))
+            self._answer(key, control.Abort(**self._returned(message), reason=reason[:1000]))
 
-    def _on_commit(self, grant: Grant, message: control.Commit, blob: bytes) -> None:
+    def _on_commit(self, stream: Stream, message: control.Commit, blob: bytes) -> None:
         if len(blob) != message.hidden_nbytes or checksum(blob) != message.hidden_checksum:
             # Not kept: the sender repeats COMMIT until it is answered.
             self._counters["bad_checksums"] += 1
-        elif grant.commit is None:
-            grant.commit, grant.hidden_state = message, blob
-        if not self._complete(grant):
-            self._send_credit(grant)
+        elif stream.commit is None:
+            stream.commit, stream.hidden_state = message, blob
+        if not self._complete(stream.incoming):
+            self._send_credit(stream)
 
     # Data
 
-    def _admit(self, header: DataHeader, payload: memoryview) -> Grant | None:
-        grant = self._grants.get(header.transfer_id.hex())
-        if grant is None or grant.phase is not GrantPhase.GRANTED:
+    def _admit(self, header: DataHeader, payload: memoryview) -> Stream | None:
+        incoming = self._incoming.get(header.transfer_id.hex())
+        stream = incoming.streams.get(header.src_tp_rank) if incoming is not None else None
+        if stream is None:
             # A fence brings no bytes, and one is always behind the last chunk: it often meets a transfer that is complete already.
             if header.msg_type is not MessageType.FENCE:
                 self._counters["stale_frames"] += 1
             return None
-        ours = (grant.attempt, grant.src_incarnation, self._incarnation, grant.grant_id, grant.slot_gen, grant.hash_set_digest)
-        if ours != (
-            header.attempt,
-            header.src_incarnation,
-            header.dst_incarnation,
-            header.grant_id,
-            header.slot_gen,
-            header.hash_set_digest,
-        ):
+        ours = (stream.incoming.attempt, stream.src_incarnation, self._incarnation, stream.grant_id, stream.incoming.slot_gen)
+        theirs = (header.attempt, header.src_incarnation, header.dst_incarnation, header.grant_id, header.slot_gen)
+        if (*ours, stream.hash_set_digest) != (*theirs, header.hash_set_digest):
             self._counters["stale_frames"] += 1
             return None
         expected_nbytes = 0 if Flags.SHARED_MEMORY in header.flags else header.payload_nbytes
         if payload.nbytes != expected_nbytes:
             self._counters["bad_headers"] += 1
             return None
-        return grant
+        return stream
 
-    def _source(self, grant: Grant, header: DataHeader, payload: memoryview) -> memoryview | None:
+    def _source(self, stream: Stream, header: DataHeader, payload: memoryview) -> memoryview | None:
         """Where a chunk's bytes are: in the message, or in the sender's segment. None: nowhere."""
         if Flags.SHARED_MEMORY not in header.flags:
             return payload
-        peer = self._peers.get(grant.peer)
+        peer = self._peers.get(stream.peer, stream.src_incarnation)
         try:
             if peer is None or peer.segment is None:
                 raise TransferError("the sender has shown no segment")
-            start = header.slot * self._layout.block_nbytes + header.layer_start * self._layout.layer_nbytes
-            return peer.segment.read(start, header.payload_nbytes)
+            return peer.segment.read(header.segment_offset, header.payload_nbytes)
         except TransferError as error:
             self._counters["bad_headers"] += 1
-            self._fail(grant, error.message)
+            self._fail(stream.incoming, error.message)
             return None
 
-    def _claim(self, grant: Grant, header: DataHeader) -> bool:
-        if grant.has(header.chunk_seq):
+    def _claim(self, stream: Stream, header: DataHeader) -> bool:
+        if stream.has(header.chunk_seq):
             self._counters["chunks_duplicate"] += 1
-            self._credit(grant)
+            self._credit(stream)
             return False
-        layout = self._layout
-        ours = (layout.dtype, layout.layout, layout.num_kv_heads, layout.head_dim, layout.block_size, 1, ChecksumCode.XXH3_64)
-        theirs = (header.dtype, header.layout, header.head_count, header.head_dim, header.block_tokens, header.block_count)
         try:
-            if ours != (*theirs, header.checksum_algo) or header.layer_start + header.layer_count > layout.num_layers:
+            if header.checksum_algo is not ChecksumCode.XXH3_64 or not stream.plan.describes(header):
                 raise ProtocolError("a chunk has another shape than agreed at HELLO")
-            grant.claim(header)
+            stream.claim(header)
         except ProtocolError as error:
             self._counters["bad_headers"] += 1
-            self._fail(grant, error.message)
+            self._fail(stream.incoming, error.message)
             return False
         return True
 
-    def _settle(self, grant: Grant, header: DataHeader, is_sound: bool, fault: str) -> None:
+    def _write(self, stream: Stream, header: DataHeader, source: memoryview) -> bool:
+        """Without the lock: into the blocks, if it is what was sent."""
+        plan = stream.plan
+        regions = plan.target_regions(header, stream.incoming.block_ids)
+        num_groups = 2 * header.layer_count * header.block_count
+        if Flags.SHARED_MEMORY not in header.flags:
+            if checksum(source) != header.checksum:
+                return False
+            self._memory.write(regions, plan.codec.decode(source, num_groups))
+            return True
+        # The sender's memory may change while it is read: what is checked is what has landed. It counts for nothing until then.
+        decoded = plan.codec.decode(source, num_groups)
+        landed = self._memory.write(regions, decoded)
+        if landed is None or decoded is not source:
+            landed = source
+        return (landed if isinstance(landed, int) else checksum(landed)) == header.checksum
+
+    def _settle(self, stream: Stream, header: DataHeader, is_sound: bool, fault: str) -> None:
         now = self._clock.now_s()
-        grant.settle(header, is_sound, now)
-        if grant.phase is GrantPhase.ENDED:
+        stream.settle(header, is_sound, now)
+        if stream.incoming.has_ended:
             self._lock.notify_all()
             return
-        grant.last_progress_s = now
+        stream.incoming.last_progress_s = now
         if fault:
-            self._fail(grant, fault)
+            self._fail(stream.incoming, fault)
         elif not is_sound:
             self._counters["bad_checksums"] += 1
-            self._nack(grant, [header.chunk_seq], is_damaged=True)
+            self._nack(stream, [header.chunk_seq], is_damaged=True)
         else:
             self._counters["chunks_received"] += 1
             self._counters["bytes_received"] += header.payload_nbytes
-            self._credit(grant)
-            self._complete(grant)
+            self._credit(stream)
+            self._complete(stream.incoming)
 
-    def _on_fence(self, grant: Grant, lane: int, header: DataHeader) -> None:
-        grant.last_progress_s = self._clock.now_s()
-        lost, unseen = grant.pass_fence(lane, header)
-        self._send_credit(grant)
+    def _on_fence(self, stream: Stream, lane: int, header: DataHeader) -> None:
+        stream.incoming.last_progress_s = self._clock.now_s()
+        lost, unseen = stream.pass_fence(lane, header)
+        self._send_credit(stream)
         if unseen:
-            grant.repeat_nack(unseen)
-            self._send_nack(grant, unseen)
+            stream.repeat_nack(unseen)
+            self._send_nack(stream, unseen)
         if lost:
-            self._nack(grant, lost, is_damaged=False)
+            self._nack(stream, lost, is_damaged=False)
 
-    def _nack(self, grant: Grant, seqs: Sequence[int], *, is_damaged: bool) -> None:
+    def _nack(self, stream: Stream, seqs: Sequence[int], *, is_damaged: bool) -> None:
         self._counters["chunks_nacked"] += len(seqs)
         try:
-            grant.record_failure(seqs, is_damaged=is_damaged)
+            stream.record_failure(seqs, is_damaged=is_damaged)
         except TransferError as error:
-            self._fail(grant, error.message)
+            self._fail(stream.incoming, error.message)
             return
-        self._send_nack(grant, seqs)
+        self._send_nack(stream, seqs)
 
-    def _send_nack(self, grant: Grant, seqs: Sequence[int]) -> None:
-        self._answer(grant.peer, control.Nack(**self._addressed(grant), nack_seq=grant.nack_seq, chunks=to_ranges(seqs)))
+    def _send_nack(self, stream: Stream, seqs: Sequence[int]) -> None:
+        self._answer(stream.peer, control.Nack(**self._addressed(stream), nack_seq=stream.nack_seq, chunks=to_ranges(seqs)))
 
-    def _credit(self, grant: Grant) -> None:
-        grant.num_uncredited += 1
-        if grant.num_uncredited >= self._credit_batch:
-            self._send_credit(grant)
+    def _credit(self, stream: Stream) -> None:
+        stream.num_uncredited += 1
+        if stream.num_uncredited >= self._credit_batch:
+            self._send_credit(stream)
 
-    def _send_credit(self, grant: Grant) -> None:
-        grant.num_uncredited = 0
-        self._answer(grant.peer, control.Credit(**self._addressed(grant), received=grant.received.ranges()))
+    def _send_credit(self, stream: Stream) -> None:
+        stream.num_uncredited = 0
+        self._answer(stream.peer, control.Credit(**self._addressed(stream), received=stream.received.ranges()))
 
-    def _complete(self, grant: Grant) -> bool:
-        """COMMITTED once the commit is here and every byte of every missing block is. True when the transfer has ended."""
-        if grant.commit is None or not grant.is_covered:
+    def _complete(self, incoming: Incoming) -> bool:
+        """COMMITTED to every rank once all have sent everything and said so. True when the transfer has ended."""
+        if not incoming.is_complete:
             return False
+        streams = [incoming.streams[rank] for rank in incoming.ranks]
         try:
-            grant.check_commit(grant.commit)
+            for stream in streams:
+                assert stream.commit is not None
+                stream.check_commit(stream.commit)
         except PagewireError as error:
-            self._fail(grant, error.message)
+            self._fail(incoming, error.message)
             return True
-        self._answer(grant.peer, control.Committed(**self._addressed(grant)))
+        for stream in streams:
+            self._answer(stream.peer, control.Committed(**self._addressed(stream)))
+        first = streams[0]
+        assert first.commit is not None
         info = CommitInfo(
-            transport=self._peers[grant.peer].transport,
-            num_prompt_tokens=grant.num_prompt_tokens,
-            num_cached_tokens=grant.commit.num_cached_tokens,
-            num_blocks_missing=len(grant.missing),
-            num_bytes=grant.num_bytes,
-            num_chunks=len(grant.received),
-            num_chunks_failed=grant.num_failed,
-            expected_s=grant.expected_s,
-            granted_s=grant.granted_s,
-            first_chunk_s=grant.first_chunk_s,
-            last_chunk_s=grant.last_chunk_s,
+            transport=self._peers[first.peer].transport,
+            num_prompt_tokens=incoming.num_prompt_tokens,
+            num_cached_tokens=first.commit.num_cached_tokens,
+            num_blocks_missing=len(incoming.missing),
+            num_bytes=sum(stream.num_bytes for stream in streams),
+            num_chunks=sum(len(stream.received) for stream in streams),
+            num_chunks_failed=sum(stream.num_failed for stream in streams),
+            expected_s=incoming.expected_s,
+            granted_s=max(stream.granted_s for stream in streams),
+            first_chunk_s=min((stream.first_chunk_s for stream in streams if stream.first_chunk_s is not None), default=None),
+            last_chunk_s=max((stream.last_chunk_s for stream in streams if stream.last_chunk_s is not None), default=None),
             committed_s=self._clock.now_s(),
         )
-        self._end(grant, "", info)
+        self._end(incoming, "", first.hidden_state, info)
         return True
 
     # Ends and answers
 
-    def _fail(self, grant: Grant, reason: str) -> None:
-        self._send_abort(grant, reason)
-        self._end(grant, reason)
+    def _fail(self, incoming: Incoming, reason: str, to_all_but: str = "") -> None:
+        """Tell every rank that was granted something, then end."""
+        for stream in incoming.streams.values():
+            if stream.peer != to_all_but:
+                self._answer(stream.peer, control.Abort(**self._addressed(stream), reason=reason[:1000]))
+        self._end(incoming, reason)
 
-    def _send_abort(self, grant: Grant, reason: str) -> None:
-        if grant.peer:
-            self._answer(grant.peer, control.Abort(**self._addressed(grant), reason=reason[:1000]))
-
-    def _end(self, grant: Grant, reason: str, info: CommitInfo | None = None) -> None:
-        if self._grants.pop(grant.transfer_id, None) is None:
+    def _end(self, incoming: Incoming, reason: str, hidden_state: bytes = b"", info: CommitInfo | None = None) -> None:
+        if self._incoming.pop(incoming.transfer_id, None) is None:
             return
-        grant.phase = GrantPhase.ENDED
-        self._bury(grant.transfer_id, _Tombstone(info is not None, reason))
-        self._outbox.append(_Event(grant, info, reason))
+        incoming.has_ended = True
+        self._bury(incoming.transfer_id, _Tombstone(info is not None, reason))
+        self._outbox.append(_Event(incoming, hidden_state, info, reason))
         self._counters["transfers_committed" if info is not None else "transfers_failed"] += 1
 
     def _bury(self, transfer_id: str, tombstone: _Tombstone) -> None:
@@ -738,20 +668,20 @@ class ReceiverState:
         while len(self._tombstones) > MAX_TOMBSTONES:
             self._tombstones.popitem(last=False)
 
-    def _deny(self, peer: str, offer: control.Offer, reason: str, *, field: str | None = None, retry_ms: int = 0) -> None:
+    def _deny(self, key: str, offer: control.Offer, reason: str, *, field: str | None = None, retry_ms: int = 0) -> None:
         self._counters["offers_denied"] += 1
-        self._answer(peer, control.Deny(**self._returned(offer), reason=reason[:1000], field=field, retry_ms=retry_ms))
+        self._answer(key, control.Deny(**self._returned(offer), reason=reason[:1000], field=field, retry_ms=retry_ms))
 
-    def _answer(self, peer: str, message: control.ControlMessage) -> None:
-        self._wire.send_control(peer, message)
+    def _answer(self, key: str, message: control.ControlMessage) -> None:
+        self._wire.send_control(key, message)
 
-    def _addressed(self, grant: Grant) -> control.Address:
+    def _addressed(self, stream: Stream) -> control.Address:
         return {
-            "transfer_id": grant.transfer_id,
-            "attempt": grant.attempt,
+            "transfer_id": stream.incoming.transfer_id,
+            "attempt": stream.incoming.attempt,
             "src_incarnation": self._incarnation,
-            "dst_incarnation": grant.src_incarnation,
-            "traceparent": grant.traceparent,
+            "dst_incarnation": stream.src_incarnation,
+            "traceparent": stream.incoming.traceparent,
         }
 
     def _returned(self, message: control.ControlMessage) -> control.Address:

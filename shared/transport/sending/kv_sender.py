@@ -17,12 +17,10 @@ from shared.clock import Clock
 from shared.config import Settings
 from shared.errors import ProtocolError, TransferError
 from shared.messages import KVPeer
-from shared.transport.connector import BlockMemory, FrameTap, SenderEvents
+from shared.transport.connector import BlockMemory, ChunkRead, DataMessage, FrameTap, SenderEvents
 from shared.transport.protocol import control
-from shared.transport.protocol.frames import DataHeader
 from shared.transport.protocol.kv_layout import KVLayout
 from shared.transport.protocol.limits import DISCONNECT_GRACE_S, MAX_CONTROL_BYTES, TICK_S
-from shared.transport.protocol.segment_offer import SegmentOffer
 from shared.transport.protocol.transport_name import network_identity
 from shared.transport.sending.sender_lane import SenderLane
 from shared.transport.sending.sender_state import SenderState
@@ -60,15 +58,15 @@ class KVSender:
         settings: Settings,
         worker_id: str,
         tap: FrameTap | None = None,
-        segment: SegmentOffer | None = None,
     ) -> None:
-        """`segment`: where others of this host can read `memory`, block after block. `tap`: fault hook for tests.
+        """`tap`: fault hook for tests.
 
         Raises ConfigurationError when one layer of a block does not fit a chunk, or the key file cannot be used.
         """
         self._clock = clock
         self._settings = settings
         self._incarnation = incarnation
+        self._memory = memory
         self._tap = tap
         self._keys = load_key_file(settings.kv_key_file)[0] if settings.kv_key_file is not None else CurveKeys.new()
         self._links: dict[str, _Link] = {}
@@ -87,7 +85,6 @@ class KVSender:
             settings=settings,
             worker_id=worker_id,
             wire=self,
-            segment=segment,
             network=network_identity(),
         )
         self._thread = threading.Thread(target=self._run, name="kv-send-control", daemon=True)
@@ -99,7 +96,7 @@ class KVSender:
         self,
         transfer_id: str,
         attempt: int,
-        peer: KVPeer,
+        peers: Sequence[KVPeer],
         num_prompt_tokens: int,
         block_hashes: Sequence[bytes],
         deadline_s: float,
@@ -107,6 +104,7 @@ class KVSender:
     ) -> None:
         """Open a transfer; call it when the request arrives, before anything is computed. `deadline_s`: seconds from now.
 
+        `peers`: one decode worker, or all ranks of a tensor-parallel one.
         `block_hashes`: of the full blocks, in chain order. Raises TransferError for arguments that cannot be sent.
         """
         if not _TRANSFER_ID.fullmatch(transfer_id):
@@ -114,11 +112,11 @@ class KVSender:
         if 2 * sum(map(len, block_hashes)) > MAX_CONTROL_BYTES - 4096:
             raise TransferError(f"{len(block_hashes)} block hashes do not fit one offer; use a larger block_size")
         trace = traceparent if len(traceparent) <= 64 else ""
-        self._do(lambda: self._state.offer(transfer_id, attempt, peer, num_prompt_tokens, block_hashes, deadline_s, trace))
+        self._do(lambda: self._state.offer(transfer_id, attempt, peers, num_prompt_tokens, block_hashes, deadline_s, trace))
 
     def send_blocks(self, transfer_id: str, blocks: Sequence[tuple[int, int]], layers: tuple[int, int] | None = None) -> None:
-        """(block_index, block_id) pairs whose KV is complete and will not change; only those the GRANT misses are sent. `layers`:
-        (start, count) of what is complete of them, in order; None: all.
+        """(block_index, block_id) pairs whose KV is complete and will not change, in all layers or in those of `layers` (first, count);
+        only those the GRANT misses are sent.
 
         The blocks belong to the transfer until on_committed or on_failed, also after abort.
         """
@@ -152,9 +150,7 @@ class KVSender:
             self._is_stopping = True
 
         self._do(stop)
-        self._thread.join(_CLOSE_TIMEOUT_S)
-        for lane in self._closing:
-            lane.join(_CLOSE_TIMEOUT_S)
+        self._thread.join(2 * _CLOSE_TIMEOUT_S)
 
     def _do(self, command: Callable[[], None]) -> None:
         self._commands.put(command)
@@ -175,21 +171,23 @@ class KVSender:
             reason = f"cannot connect to {ctrl_endpoint}: {error}"
             self._do(lambda: self._state.on_peer_lost(peer, reason))
 
-    def open_lanes(
-        self, peer: str, endpoints: tuple[str, ...], probes: Sequence[tuple[DataHeader, memoryview]], are_encrypted: bool
-    ) -> None:
+    def open_lanes(self, peer: str, endpoints: tuple[str, ...], probes: Sequence[DataMessage], are_encrypted: bool) -> None:
         server_key = self._links[peer].server_key
 
         def secure(sock: SyncSocket) -> None:
             if are_encrypted:
                 connect_with(sock, self._keys, server_key)
 
+        def on_read(transfer_id: str, seq: int, read: ChunkRead) -> None:
+            self._do(lambda: self._state.on_chunk_read(peer, transfer_id, seq, read))
+
+        max_chunk_bytes = self._settings.kv_max_chunk_bytes
         self._links[peer].lanes = [
-            SenderLane(endpoint, self._settings.kv_max_chunk_bytes, self._on_lane_failed, self._tap, secure) for endpoint in endpoints
+            SenderLane(endpoint, max_chunk_bytes, self._memory, on_read, self._tap, secure) for endpoint in endpoints
         ]
         for lane in self._links[peer].lanes:
-            for header, payload in probes:
-                lane.send(header, payload)
+            for probe in probes:
+                lane.send(probe)
 
     def close_peer(self, peer: str) -> None:
         link = self._links.pop(peer, None)
@@ -211,14 +209,11 @@ class KVSender:
             link.outgoing.append([control.encode(message), blob] if isinstance(message, control.Commit) else [control.encode(message)])
         except ProtocolError as error:
             transfer_id, reason = message.transfer_id, error.message
-            self._do(lambda: self._state.on_data_failed(transfer_id, reason))
+            self._do(lambda: self._state.abort(transfer_id, reason))
         self._flush(link)
 
-    def send_data(self, peer: str, lane: int, header: DataHeader, payload: memoryview) -> None:
-        self._links[peer].lanes[lane].send(header, payload)
-
-    def _on_lane_failed(self, transfer_id: str, reason: str) -> None:
-        self._do(lambda: self._state.on_data_failed(transfer_id, reason))
+    def send_data(self, peer: str, lane: int, message: DataMessage) -> None:
+        self._links[peer].lanes[lane].send(message)
 
     # The control thread
 
@@ -230,6 +225,7 @@ class KVSender:
                 self._run_commands()
                 for peer, link in list(self._links.items()):
                     self._read_monitor(peer, link)
+                    self._read_lanes(peer, link)
                     self._read_control(peer, link)
                 self._state.tick()
         except Exception:
@@ -239,6 +235,11 @@ class KVSender:
             self._is_stopping = True
             for peer in list(self._links):
                 self.close_peer(peer)
+            give_up_s = self._clock.now_s() + _CLOSE_TIMEOUT_S
+            for lane in self._closing:
+                lane.join(max(0.0, give_up_s - self._clock.now_s()))
+            self._run_commands()
+            self._state.forget_lanes()
             self._waker.close()
             self._context.term()
 
@@ -277,6 +278,11 @@ class KVSender:
                 self._flush(link)
         if link.disconnected_s is not None and self._clock.now_s() - link.disconnected_s > DISCONNECT_GRACE_S:
             self._state.on_peer_lost(peer, "the connection to the decode worker broke")
+
+    def _read_lanes(self, peer: str, link: _Link) -> None:
+        for index, lane in enumerate(link.lanes):
+            for is_connected in lane.connection_changes() if peer in self._links else ():
+                self._state.on_lane(peer, index, is_connected=is_connected)
 
     def _read_control(self, peer: str, link: _Link) -> None:
         while peer in self._links:

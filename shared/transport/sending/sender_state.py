@@ -1,6 +1,8 @@
 """The sending half of KVX/1 as a state machine: commands, control messages and ticks in, wire calls and events out.
 
 No sockets and no threads: KVSender drives it over ZeroMQ, the in-memory twin drives it in simulations. Not thread-safe.
+
+A transfer goes to one peer, or to each rank of a tensor-parallel one; then it is one transfer for each of them, and they end together.
 """
 
 from __future__ import annotations
@@ -14,19 +16,30 @@ from shared.clock import Clock
 from shared.config import Settings
 from shared.errors import PagewireError
 from shared.messages import KVPeer
-from shared.transport.connector import BlockMemory, SenderEvents, SenderWire
+from shared.transport.connector import BlockMemory, ChunkRead, DataMessage, SenderEvents, SenderWire, StoredBytes
 from shared.transport.protocol import control
-from shared.transport.protocol.frames import ChecksumCode, DataHeader, Flags, KVPart, MessageType, checksum
+from shared.transport.protocol.frames import Flags, checksum
 from shared.transport.protocol.kv_layout import KVLayout
-from shared.transport.protocol.limits import DEAD_WIRE_S, HEARTBEAT_S, HELLO_RETRY_S, HELLO_TIMEOUT_S, LATE_TICK_S, RENEW_S, STALL_S
-from shared.transport.protocol.segment_offer import SegmentOffer
+from shared.transport.protocol.limits import (
+    DEAD_WIRE_S,
+    HEARTBEAT_S,
+    HELLO_RETRY_S,
+    HELLO_TIMEOUT_S,
+    LATE_TICK_S,
+    RENEW_S,
+    STALL_S,
+)
 from shared.transport.protocol.seq_ranges import from_ranges
-from shared.transport.protocol.trace_context import split_traceparent
-from shared.transport.protocol.transport_name import TransportName, allowed
-from shared.transport.sending.sender_transfer import Chunk, CommitRequest, Phase, SenderTransfer
-from shared.transport.wires.wire_speed import probe_headers
+from shared.transport.protocol.transport_name import allowed
+from shared.transport.protocol.wire_plan import WirePlan
+from shared.transport.sending.chunk_header import chunk_header, fence_header
+from shared.transport.sending.connection import Connection, Lane
+from shared.transport.sending.sender_transfer import CommitRequest, Phase, SenderTransfer
+from shared.transport.wires.wire_speed import probe_messages
 
 logger = logging.getLogger(__name__)
+_GIVEN_BACK = StoredBytes(memoryview(b""))
+"""Stands for what was read once and is not needed any more."""
 COUNTERS = (
     "bytes_sent",
     "bytes_deduped",
@@ -34,6 +47,8 @@ COUNTERS = (
     "chunks_resent",
     "control_ignored",
     "fences_sent",
+    "lanes_given_up",
+    "resumes",
     "transfers_offered",
     "transfers_committed",
     "transfers_failed",
@@ -41,23 +56,16 @@ COUNTERS = (
 
 
 @dataclass(slots=True)
-class _Connection:
-    """One decode worker, by address and incarnation."""
+class _Outgoing:
+    """One transfer as its owner knows it: to one peer or to each rank of one."""
 
-    key: str
-    incarnation: int
-    opened_s: float
-    last_hello_s: float
-    last_heard_s: float
-    last_heartbeat_s: float = 0.0
-    is_ready: bool = False
-    is_draining: bool = False
-    num_lanes: int = 0
-    lane_load: list[int] = field(default_factory=list)
-    """Chunks in flight per lane."""
-    layer_ranges: list[tuple[int, int]] = field(default_factory=list)
-    max_chunk_bytes: int = 0
-    transport: TransportName = "tcp"
+    parts: dict[str, SenderTransfer]
+    """Those that have not ended, by peer."""
+    ending: list[SenderTransfer] = field(default_factory=list)
+    """Those that have, but of which a lane still has something to read."""
+    num_waiting: int = 0
+    """Parts that are not granted yet."""
+    failure: str | None = None
 
 
 class SenderState:
@@ -72,14 +80,10 @@ class SenderState:
         settings: Settings,
         worker_id: str,
         wire: SenderWire,
-        segment: SegmentOffer | None = None,
         network: str = "",
     ) -> None:
-        """Raises ConfigurationError when one layer of a block does not fit a chunk.
-
-        `segment`: where others find `memory`, block after block; `network`: see transport_name.network_identity.
-        """
-        layout.layer_ranges(settings.kv_max_chunk_bytes)
+        """Raises ConfigurationError when one layer of a block does not fit a chunk. `network`: see transport_name.network_identity."""
+        layout.check_chunk(settings.kv_max_chunk_bytes)
         self._layout = layout
         self._memory = memory
         self._incarnation = incarnation
@@ -88,11 +92,10 @@ class SenderState:
         self._settings = settings
         self._worker_id = worker_id
         self._wire = wire
-        self._segment = segment
         self._network = network
         self._last_tick_s = 0.0
-        self._connections: dict[str, _Connection] = {}
-        self._transfers: dict[str, SenderTransfer] = {}
+        self._connections: dict[str, Connection] = {}
+        self._outgoing: dict[str, _Outgoing] = {}
         self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self._handlers: dict[type[control.ControlMessage], Callable[[SenderTransfer, control.AnyControl], None]] = {
             control.Grant: self._on_grant,
@@ -105,7 +108,7 @@ class SenderState:
 
     @property
     def num_transfers(self) -> int:
-        return len(self._transfers)
+        return len(self._outgoing)
 
     def counters(self) -> dict[str, float]:
         return dict(self._counters)
@@ -116,76 +119,93 @@ class SenderState:
         self,
         transfer_id: str,
         attempt: int,
-        peer: KVPeer,
+        peers: Sequence[KVPeer],
         num_prompt_tokens: int,
         block_hashes: Sequence[bytes],
         deadline_s: float,
         traceparent: str,
     ) -> None:
-        """Ask `peer` for room. `deadline_s`: seconds from now. Chunks leave only after its GRANT."""
-        if transfer_id in self._transfers:
+        """Ask `peers`, one worker or the ranks of one, for room. `deadline_s`: seconds from now. Chunks leave only after a GRANT."""
+        if transfer_id in self._outgoing:
             self._counters["control_ignored"] += 1
             return
         now = self._clock.now_s()
-        connection = self._connect(peer, now)
         hashes = b"".join(block_hashes)
-        self._transfers[transfer_id] = transfer = SenderTransfer(
-            transfer_id=transfer_id,
-            attempt=attempt,
-            peer=connection.key,
-            num_prompt_tokens=num_prompt_tokens,
-            num_blocks=self._layout.num_blocks(num_prompt_tokens),
-            block_hashes=hashes,
-            hash_set_digest=checksum(hashes),
-            traceparent=traceparent,
-            deadline_s=now + deadline_s,
-            started_s=now,
-        )
+        connections = [self._connect(peer, now) for peer in peers]
+        parts = {
+            connection.key: SenderTransfer(
+                transfer_id=transfer_id,
+                attempt=attempt,
+                peer=connection.key,
+                num_prompt_tokens=num_prompt_tokens,
+                block_hashes=hashes,
+                hash_set_digest=checksum(hashes),
+                traceparent=traceparent,
+                deadline_s=now + deadline_s,
+                started_s=now,
+            )
+            for connection in connections
+        }
+        self._outgoing[transfer_id] = _Outgoing(parts, num_waiting=len(parts))
         self._counters["transfers_offered"] += 1
-        if connection.is_draining:
-            self._end(transfer, "the decode worker is draining")
-        elif connection.is_ready:
-            self._send_offer(transfer)
+        for connection in connections:
+            transfer = parts[connection.key]
+            if connection.is_draining:
+                self._end(transfer, "the decode worker is draining")
+            elif connection.is_ready:
+                self._send_offer(transfer)
 
     def send_blocks(self, transfer_id: str, blocks: Sequence[tuple[int, int]], layers: tuple[int, int] | None = None) -> None:
-        """Queue (block_index, block_id) pairs whose KV is complete; those the receiver has already are skipped."""
-        transfer = self._transfers.get(transfer_id)
-        if transfer is None:
-            return
-        for block_index, block_id in blocks:
-            if block_index in transfer.queued or not 0 <= block_index < transfer.num_blocks:
-                continue
-            if layers is not None and sum(layers) < self._layout.num_layers:
-                if transfer.phase is not Phase.OFFERED:  # else they go with the last group, at the latest
-                    transfer.num_layers_queued[block_index] = sum(layers)
-                    self._enqueue(transfer, block_index, block_id, *layers)
-                continue
-            transfer.queued[block_index] = block_id
-            if transfer.phase is not Phase.OFFERED:
-                start = transfer.num_layers_queued.pop(block_index, 0)
-                self._enqueue(transfer, block_index, block_id, start, self._layout.num_layers - start)
-        self._pump(transfer)
+        """Queue (block_index, block_id) pairs whose KV is complete, in all layers or in those of `layers` (first, count).
+
+        What the receiver has already is skipped, and so is what was handed over before.
+        """
+        num_blocks = 0
+        first, count = layers or (0, self._layout.num_layers)
+        for transfer in self._parts(transfer_id):
+            num_blocks = self._layout.num_blocks(transfer.num_prompt_tokens)
+            for block_index, block_id in blocks:
+                if not 0 <= block_index < num_blocks:
+                    continue
+                for fresh in transfer.note_queued(block_index, first, count):
+                    if transfer.phase is Phase.OFFERED:
+                        transfer.early.append((block_index, block_id, *fresh))
+                    else:
+                        self._take_block(transfer, block_index, block_id, fresh)
+            self._pump(transfer)
 
     def commit(self, transfer_id: str, hidden_state: bytes, num_cached_tokens: int) -> None:
         """Finish after all queued blocks; every block the receiver misses must have been queued."""
-        transfer = self._transfers.get(transfer_id)
-        if transfer is None or transfer.commit_request is not None:
-            return
-        transfer.commit_request = CommitRequest(hidden_state, num_cached_tokens)
-        self._pump(transfer)
+        for transfer in self._parts(transfer_id):
+            if transfer.commit_request is None:
+                transfer.commit_request = CommitRequest(hidden_state, num_cached_tokens)
+                self._pump(transfer)
 
     def abort(self, transfer_id: str, reason: str) -> None:
         """End a transfer; on_failed follows."""
-        transfer = self._transfers.get(transfer_id)
-        if transfer is not None:
+        for transfer in self._parts(transfer_id):
             self._fail(transfer, reason)
 
     def close(self, reason: str = "the prefill worker is shutting down") -> None:
-        """Abort everything and say goodbye."""
-        for transfer in list(self._transfers.values()):
-            self._fail(transfer, reason)
+        """Abort everything and say goodbye. What a lane has not read by now it will not read any more."""
+        for transfer_id in list(self._outgoing):
+            self.abort(transfer_id, reason)
         for connection in list(self._connections.values()):
             self._wire.send_control(connection.key, control.Bye(src_incarnation=self._incarnation, dst_incarnation=connection.incarnation))
+
+    def forget_lanes(self) -> None:
+        """All lanes have ended: nothing is read any more."""
+        for transfer_id, outgoing in list(self._outgoing.items()):
+            for part in outgoing.ending:
+                part.num_reading = 0
+            self._conclude(transfer_id)
+
+    def _parts(self, transfer_id: str) -> list[SenderTransfer]:
+        outgoing = self._outgoing.get(transfer_id)
+        return list(outgoing.parts.values()) if outgoing is not None else []
+
+    def _transfers_to(self, peer: str) -> list[SenderTransfer]:
+        return [outgoing.parts[peer] for outgoing in list(self._outgoing.values()) if peer in outgoing.parts]
 
     # What the wire reports
 
@@ -201,9 +221,10 @@ class SenderState:
         if not message.transfer_id:
             self._on_connection_message(connection, message)
             return
-        transfer = self._transfers.get(message.transfer_id)
+        outgoing = self._outgoing.get(message.transfer_id)
+        transfer = outgoing.parts.get(peer) if outgoing is not None else None
         handler = self._handlers.get(type(message))
-        if transfer is None or transfer.attempt != message.attempt or transfer.peer != peer:
+        if transfer is None or transfer.attempt != message.attempt:
             self._answer_stranger(peer, message)
         elif handler is not None:
             try:
@@ -215,9 +236,9 @@ class SenderState:
         """The decode worker is gone or is another one now: everything between us has ended."""
         if self._connections.pop(peer, None) is None:
             return
-        for transfer in [t for t in self._transfers.values() if t.peer == peer]:
-            self._end(transfer, reason)
         self._wire.close_peer(peer)
+        for transfer in self._transfers_to(peer):
+            self._end(transfer, reason)
 
     def on_reconnected(self, peer: str) -> None:
         """The control connection broke and is back: whoever answers must prove to be the same process."""
@@ -225,9 +246,47 @@ class SenderState:
         if connection is not None:
             self._send_hello(connection)
 
-    def on_data_failed(self, transfer_id: str, reason: str) -> None:
-        """A lane could not send a chunk of this transfer."""
-        self.abort(transfer_id, reason)
+    def on_lane(self, peer: str, lane: int, *, is_connected: bool) -> None:
+        """A lane's connection broke or is back: what was on it may be lost."""
+        connection = self._connections.get(peer)
+        if connection is None or lane >= len(connection.lanes):
+            return
+        if not is_connected:
+            connection.lanes[lane].broken_s = self._clock.now_s()
+        elif connection.lanes[lane].broken_s is not None:
+            connection.lanes[lane].broken_s = None
+            connection.lanes[lane].is_out = False
+            for transfer in self._transfers_to(peer):
+                if transfer.sent:
+                    self._send_fence(transfer)
+
+    def on_chunk_read(self, peer: str, transfer_id: str, seq: int, read: ChunkRead) -> None:
+        """A lane has read a chunk, or never will."""
+        outgoing = self._outgoing.get(transfer_id)
+        if outgoing is None:
+            return
+        transfer = outgoing.parts.get(peer)
+        if transfer is None:
+            ended = next((part for part in outgoing.ending if part.peer == peer), None)
+            if ended is not None:
+                ended.num_reading -= 1
+                self._conclude(transfer_id)
+            return
+        chunk = transfer.sent[seq]
+        chunk.num_reading -= 1
+        transfer.num_reading -= 1
+        if read.failure:
+            self._fail(transfer, read.failure)
+            return
+        if chunk.stored is None:
+            transfer.num_bytes += read.header.payload_nbytes
+            transfer.digest = (transfer.digest + read.header.checksum) & 0xFFFF_FFFF_FFFF_FFFF
+            self._counters["bytes_sent"] += read.header.payload_nbytes
+        chunk.header = read.header
+        # The credit may have come before this report.
+        chunk.stored = read.stored if seq in transfer.in_flight else _GIVEN_BACK
+        if transfer.commit_request is not None:
+            self._pump(transfer)
 
     def tick(self) -> None:
         """Look at every deadline; call at least every TICK_S while transfers live."""
@@ -242,19 +301,27 @@ class SenderState:
                     self.on_peer_lost(connection.key, f"the decode worker did not answer HELLO within {HELLO_TIMEOUT_S} s")
                 elif now - connection.last_hello_s > HELLO_RETRY_S:
                     self._send_hello(connection)
-        for transfer in list(self._transfers.values()):
-            known = self._connections.get(transfer.peer)
-            if transfer.transfer_id not in self._transfers or known is None or not known.is_ready:
                 continue
-            if now > transfer.deadline_s:
-                self._fail(transfer, "the request's deadline passed during the KV transfer")
-            elif now - max(known.last_heard_s, transfer.started_s) > timeout:
-                self.on_peer_lost(known.key, f"the decode worker has been silent for {timeout} s")
-            else:
+            for lane in connection.given_up(now):
+                self._give_up_lane(connection, lane)
+            transfers = self._transfers_to(connection.key)
+            oldest_s = min((transfer.started_s for transfer in transfers), default=now)
+            if transfers and now - max(connection.last_heard_s, oldest_s) > timeout:
+                self.on_peer_lost(connection.key, f"the decode worker has been silent for {timeout} s")
+                continue
+            for transfer in transfers:
+                if transfer.phase is Phase.ENDED:
+                    continue
+                if now > transfer.deadline_s:
+                    self._fail(transfer, "the request's deadline passed during the KV transfer")
+                    continue
                 self._keep_alive(transfer, now)
-                if now - known.last_heartbeat_s > HEARTBEAT_S:
-                    known.last_heartbeat_s = now
-                    self._wire.send_control(known.key, control.Renew(src_incarnation=self._incarnation, dst_incarnation=known.incarnation))
+                if transfer.pending or transfer.resend:
+                    self._pump(transfer)  # it may have waited for room that others have left
+            if transfers and now - connection.last_heartbeat_s > HEARTBEAT_S:
+                connection.last_heartbeat_s = now
+                renewal = control.Renew(src_incarnation=self._incarnation, dst_incarnation=connection.incarnation)
+                self._wire.send_control(connection.key, renewal)
 
     def _keep_alive(self, transfer: SenderTransfer, now: float) -> None:
         is_waiting = bool(transfer.in_flight) or transfer.phase is Phase.COMMIT_SENT
@@ -262,9 +329,11 @@ class SenderState:
             self._send_fence(transfer)
         if is_waiting and now - transfer.last_progress_s > DEAD_WIRE_S:
             self._fail(transfer, f"the decode worker acknowledged no chunk for {DEAD_WIRE_S:g} s")
-            return
-        if now - transfer.last_control_s < RENEW_S:
-            return
+        elif now - transfer.last_control_s >= RENEW_S:
+            self._repeat(transfer)
+
+    def _repeat(self, transfer: SenderTransfer) -> None:
+        """Say again where this transfer stands; the receiver's answer says the same of its end."""
         if transfer.phase is Phase.OFFERED:
             self._send_offer(transfer)
         elif transfer.phase is Phase.COMMIT_SENT:
@@ -274,16 +343,16 @@ class SenderState:
 
     # Connections
 
-    def _connect(self, peer: KVPeer, now: float) -> _Connection:
+    def _connect(self, peer: KVPeer, now: float) -> Connection:
         key = f"{peer.ctrl_endpoint}#{peer.incarnation:x}"
         connection = self._connections.get(key)
         if connection is None:
-            self._connections[key] = connection = _Connection(key, peer.incarnation, opened_s=now, last_hello_s=now, last_heard_s=now)
+            self._connections[key] = connection = Connection(key, peer.incarnation, opened_s=now, last_hello_s=now, last_heard_s=now)
             self._wire.open_peer(key, peer.ctrl_endpoint, peer.server_key)
             self._send_hello(connection)
         return connection
 
-    def _send_hello(self, connection: _Connection) -> None:
+    def _send_hello(self, connection: Connection) -> None:
         connection.last_hello_s = self._clock.now_s()
         self._wire.send_control(
             connection.key,
@@ -296,13 +365,16 @@ class SenderState:
                 max_chunk_bytes=self._settings.kv_max_chunk_bytes,
                 transports=allowed(self._settings.kv_transport),
                 network=self._network,
-                segment=self._segment,
+                segment=self._memory.segment,
+                wire_dtype=self._settings.kv_wire_dtype,
             ),
         )
 
-    def _on_connection_message(self, connection: _Connection, message: control.AnyControl) -> None:
+    def _on_connection_message(self, connection: Connection, message: control.AnyControl) -> None:
         if isinstance(message, control.HelloAck):
-            if not connection.is_ready:
+            if connection.is_ready:
+                self._resume(connection)
+            else:
                 self._on_hello_ack(connection, message)
         elif isinstance(message, control.Deny):
             self.on_peer_lost(connection.key, message.reason)
@@ -311,28 +383,41 @@ class SenderState:
         elif isinstance(message, control.Drain):
             connection.is_draining = True
 
-    def _on_hello_ack(self, connection: _Connection, message: control.HelloAck) -> None:
+    def _resume(self, connection: Connection) -> None:
+        """The same process answers again: what was said meanwhile may be lost, so both say where they are."""
+        self._counters["resumes"] += 1
+        for transfer in self._transfers_to(connection.key):
+            self._repeat(transfer)
+            if transfer.sent:
+                self._send_fence(transfer)
+
+    def _on_hello_ack(self, connection: Connection, message: control.HelloAck) -> None:
         connection.max_chunk_bytes = min(message.max_chunk_bytes, self._settings.kv_max_chunk_bytes)
         endpoints = message.lane_endpoints[: self._settings.kv_lanes]
         try:
-            connection.layer_ranges = self._layout.layer_ranges(connection.max_chunk_bytes)
+            plan = WirePlan.between(self._layout, message.layout, self._settings.kv_wire_dtype)
+            probes = probe_messages(plan, connection.max_chunk_bytes, self._incarnation, connection.incarnation)
         except PagewireError as error:
             self.on_peer_lost(connection.key, error.message)
             return
+        connection.plan = plan
         connection.transport = message.transport
-        connection.num_lanes = len(endpoints)
-        connection.lane_load = [0] * len(endpoints)
-        connection.is_ready = True
-        probes = self._probes(connection) if connection.transport != "shm" else []
-        self._wire.open_lanes(connection.key, endpoints, probes, message.are_lanes_encrypted)
-        for transfer in [t for t in self._transfers.values() if t.peer == connection.key]:
+        connection.lanes = [Lane() for _ in endpoints]
+        is_probed = connection.transport != "shm"
+        self._wire.open_lanes(connection.key, endpoints, probes if is_probed else [], message.are_lanes_encrypted)
+        for transfer in self._transfers_to(connection.key):
             self._send_offer(transfer)
 
-    def _probes(self, connection: _Connection) -> list[tuple[DataHeader, memoryview]]:
-        layout = self._layout
-        start, count = connection.layer_ranges[0]
-        view = self._memory.block_view(0)[start * layout.layer_nbytes : (start + count) * layout.layer_nbytes]
-        return [(header, view) for header in probe_headers(layout, count, self._incarnation, connection.incarnation)]
+    def _give_up_lane(self, connection: Connection, lane: int) -> None:
+        self._counters["lanes_given_up"] += 1
+        logger.warning("KV lane %d to %s is broken; its chunks go over the others", lane, connection.key)
+        for transfer in self._transfers_to(connection.key):
+            lost = list(transfer.on_lane(lane))
+            self._release(transfer, lost)
+            transfer.resend.extend(seq for seq in lost if seq not in transfer.resend)
+            if transfer.sent:
+                transfer.is_fence_due = True
+                self._pump(transfer)
 
     def _answer_stranger(self, peer: str, message: control.AnyControl) -> None:
         self._counters["control_ignored"] += 1
@@ -351,23 +436,29 @@ class SenderState:
         assert isinstance(message, control.Grant)
         if transfer.phase is not Phase.OFFERED:
             return
-        transfer.missing = frozenset(from_ranges(message.missing, transfer.num_blocks))
+        plan = self._connections[transfer.peer].agreed
+        num_units = plan.num_units(transfer.num_prompt_tokens)
+        transfer.missing = frozenset(from_ranges(message.missing, num_units))
         transfer.grant_id, transfer.slot_gen, transfer.credits = message.grant_id, message.slot_gen, message.credits
         transfer.phase = Phase.GRANTED
         transfer.last_progress_s = self._clock.now_s()
-        self._counters["bytes_deduped"] += (transfer.num_blocks - len(transfer.missing)) * self._layout.block_nbytes
-        for block_index, block_id in transfer.queued.items():
-            self._enqueue(transfer, block_index, block_id, 0, self._layout.num_layers)
-        _tell(self._events.on_granted, transfer.transfer_id)
+        unit_nbytes = plan.layer_nbytes(plan.unit_tokens) * self._layout.num_layers
+        self._counters["bytes_deduped"] += (num_units - len(transfer.missing)) * unit_nbytes
+        early, transfer.early = transfer.early, []
+        for block_index, block_id, first, count in early:
+            self._take_block(transfer, block_index, block_id, (first, count))
+        outgoing = self._outgoing[transfer.transfer_id]
+        outgoing.num_waiting -= 1
+        if outgoing.num_waiting == 0:
+            _tell(self._events.on_granted, transfer.transfer_id)
         self._pump(transfer)
 
     def _on_credit(self, transfer: SenderTransfer, message: control.AnyControl) -> None:
         assert isinstance(message, control.Credit)
-        settled = [seq for seq in transfer.in_flight if any(start <= seq < start + count for start, count in message.received)]
-        if not settled:
-            return
-        self._release(transfer, settled)
-        self._pump(transfer)
+        settled = transfer.settled(message.received)
+        if settled:
+            self._release(transfer, settled)
+            self._pump_all(transfer)
 
     def _on_nack(self, transfer: SenderTransfer, message: control.AnyControl) -> None:
         assert isinstance(message, control.Nack)
@@ -396,23 +487,30 @@ class SenderState:
 
     # Sending
 
-    def _enqueue(self, transfer: SenderTransfer, block_index: int, block_id: int, layer_start: int, layer_count: int) -> None:
-        if block_index in transfer.missing:
-            size, end = self._connections[transfer.peer].layer_ranges[0][1], layer_start + layer_count
-            ranges = [(start, min(size, end - start)) for start in range(layer_start, end, size)]
-            transfer.take_ranges(block_index, block_id, ranges)
+    def _take_block(self, transfer: SenderTransfer, block_index: int, block_id: int, layers: tuple[int, int]) -> None:
+        connection = self._connections[transfer.peer]
+        transfer.take_block(connection.agreed, block_index, block_id, layers, connection.max_chunk_bytes)
+
+    def _pump_all(self, first: SenderTransfer) -> None:
+        """`first`, and then those to the same peer that waited for its lanes to have room."""
+        self._pump(first)
+        for transfer in self._transfers_to(first.peer):
+            if transfer is not first and (transfer.pending or transfer.resend):
+                self._pump(transfer)
 
     def _pump(self, transfer: SenderTransfer) -> None:
         """Send what the credits allow, then the fence and the COMMIT when they are due."""
-        if transfer.phase is Phase.OFFERED:
+        if transfer.phase not in (Phase.GRANTED, Phase.COMMIT_SENT):
             return
+        connection = self._connections[transfer.peer]
+        preferred = min(self._memory.preferred_chunk_bytes, connection.max_chunk_bytes)
         try:
-            while len(transfer.in_flight) < transfer.credits:
+            while len(transfer.in_flight) < transfer.credits and not connection.is_full:
                 if transfer.resend:
-                    self._send_chunk(transfer, transfer.resend.popleft())
+                    self._send_chunk(transfer, connection, transfer.resend.popleft())
                 elif transfer.pending:
-                    transfer.sent.append(transfer.pending.popleft())
-                    self._send_chunk(transfer, len(transfer.sent) - 1)
+                    transfer.sent.append(transfer.next_chunk(connection.agreed, preferred))
+                    self._send_chunk(transfer, connection, len(transfer.sent) - 1)
                 else:
                     break
             if transfer.is_fence_due and not transfer.resend:
@@ -421,103 +519,39 @@ class SenderState:
             logger.exception("KV transfer %s: cannot send", transfer.transfer_id)
             self._fail(transfer, f"the prefill worker cannot send: {error}")
             return
-        if transfer.commit_request is not None and transfer.commit is None and not transfer.pending and not transfer.resend:
+        is_all_read = not (transfer.pending or transfer.resend or transfer.num_reading)
+        if transfer.commit_request is not None and transfer.commit is None and is_all_read:
             self._make_commit(transfer, transfer.commit_request)
 
-    def _send_chunk(self, transfer: SenderTransfer, seq: int) -> None:
-        connection = self._connections[transfer.peer]
+    def _send_chunk(self, transfer: SenderTransfer, connection: Connection, seq: int) -> None:
         chunk = transfer.sent[seq]
-        start = chunk.layer_start * self._layout.layer_nbytes
-        view = self._memory.block_view(chunk.block_id)[start : start + chunk.layer_count * self._layout.layer_nbytes]
         if chunk.header is None:
-            chunk.header = self._chunk_header(transfer, connection, chunk, seq, view)
-            transfer.num_bytes += view.nbytes
-            transfer.digest = (transfer.digest + chunk.header.checksum) & 0xFFFF_FFFF_FFFF_FFFF
+            chunk.header = chunk_header(transfer, connection.agreed, chunk, seq, self._incarnation, connection.incarnation)
         else:
             chunk.header = replace(chunk.header, flags=chunk.header.flags | Flags.RETRY)
             self._counters["chunks_resent"] += 1
-        chunk.lane = min(range(connection.num_lanes), key=lambda lane: connection.lane_load[lane])
-        connection.lane_load[chunk.lane] += 1
+        chunk.lane = connection.least_loaded()
+        connection.lanes[chunk.lane].num_in_flight += 1
         transfer.in_flight.add(seq)
+        chunk.num_reading += 1
+        transfer.num_reading += 1
         self._counters["chunks_sent"] += 1
-        self._counters["bytes_sent"] += view.nbytes
-        # A notice is enough where the receiver can read this memory itself.
-        self._wire.send_data(transfer.peer, chunk.lane, chunk.header, view if connection.transport != "shm" else memoryview(b""))
-
-    def _chunk_header(self, transfer: SenderTransfer, connection: _Connection, chunk: Chunk, seq: int, view: memoryview) -> DataHeader:
-        # The checksum is taken here, while the block is owned by the transfer, not on the lane's thread: should the block be
-        # reused after a failure, bytes still on their way no longer match it and can never complete a transfer.
-        layout = self._layout
-        return self._header(
-            transfer,
-            connection,
-            msg_type=MessageType.CHUNK,
-            seq=seq,
-            payload_nbytes=view.nbytes,
-            digest=checksum(view),
-            block=chunk,
-            valid_tokens=layout.valid_tokens(chunk.block_index, transfer.num_prompt_tokens),
-        )
-
-    def _header(
-        self,
-        transfer: SenderTransfer,
-        connection: _Connection,
-        *,
-        msg_type: MessageType,
-        seq: int,
-        payload_nbytes: int = 0,
-        digest: int = 0,
-        block: Chunk | None = None,
-        valid_tokens: int = 0,
-    ) -> DataHeader:
-        layout = self._layout
-        trace_id, span_id, trace_flags = split_traceparent(transfer.traceparent)
-        is_fence = block is None
-        return DataHeader(
-            msg_type=msg_type,
-            flags=Flags.SHARED_MEMORY if block is not None and connection.transport == "shm" else Flags.NONE,
-            transfer_id=bytes.fromhex(transfer.transfer_id),
-            attempt=transfer.attempt,
-            src_incarnation=self._incarnation,
-            dst_incarnation=connection.incarnation,
-            grant_id=transfer.grant_id,
-            slot=transfer.nack_seq if block is None else block.block_id if connection.transport == "shm" else 0,
-            slot_gen=transfer.slot_gen,
-            chunk_seq=seq,
-            chunk_total=len(transfer.sent) if is_fence else 0,
-            payload_nbytes=payload_nbytes,
-            checksum_algo=ChecksumCode.NONE if is_fence else ChecksumCode.XXH3_64,
-            checksum=digest,
-            hash_set_digest=transfer.hash_set_digest,
-            layer_start=block.layer_start if block else 0,
-            layer_count=block.layer_count if block else 0,
-            block_index=block.block_index if block else 0,
-            block_count=1 if block else 0,
-            block_tokens=layout.block_size if block else 0,
-            valid_tokens=valid_tokens,
-            kv_part=KVPart.KV,
-            dtype=layout.dtype,
-            layout=layout.layout,
-            head_count=layout.num_kv_heads if block else 0,
-            head_dim=layout.head_dim if block else 0,
-            trace_id=trace_id,
-            span_id=span_id,
-            trace_flags=trace_flags,
-        )
+        by_notice = connection.transport == "shm"
+        self._wire.send_data(transfer.peer, chunk.lane, DataMessage(chunk.header, chunk.regions, connection.agreed.codec, by_notice))
 
     def _send_fence(self, transfer: SenderTransfer) -> None:
         connection = self._connections[transfer.peer]
         transfer.fence_round += 1
         transfer.is_fence_due = False
         transfer.last_fence_s = self._clock.now_s()
-        header = self._header(transfer, connection, msg_type=MessageType.FENCE, seq=transfer.fence_round)
-        for lane in range(connection.num_lanes):
+        lanes = connection.live_lanes()
+        header = fence_header(transfer, connection.agreed, len(lanes), self._incarnation, connection.incarnation)
+        for lane in lanes:
             self._counters["fences_sent"] += 1
-            self._wire.send_data(transfer.peer, lane, header, memoryview(b""))
+            self._wire.send_data(transfer.peer, lane, DataMessage(header))
 
     def _make_commit(self, transfer: SenderTransfer, request: CommitRequest) -> None:
-        unqueued = transfer.unqueued()
+        unqueued = transfer.unqueued(self._connections[transfer.peer].agreed)
         if unqueued:
             self._fail(transfer, f"commit without the missing blocks {unqueued[:8]} (of {len(unqueued)}): queue them first")
             return
@@ -580,28 +614,47 @@ class SenderState:
         connection = self._connections.get(transfer.peer)
         for seq in seqs:
             transfer.in_flight.discard(seq)
+            chunk = transfer.sent[seq]
+            if chunk.stored is not None:
+                chunk.stored = _GIVEN_BACK
             if connection is not None:
-                connection.lane_load[transfer.sent[seq].lane] -= 1
+                connection.lanes[chunk.lane].num_in_flight -= 1
         transfer.last_progress_s = self._clock.now_s()
 
     def _fail(self, transfer: SenderTransfer, reason: str) -> None:
         """Tell the receiver, then end."""
-        if transfer.transfer_id in self._transfers and transfer.peer in self._connections:
+        if transfer.phase is not Phase.ENDED and transfer.peer in self._connections:
             self._send(transfer, control.Abort(**self._addressed(transfer), reason=reason[:1000]))
         self._end(transfer, reason)
 
     def _end(self, transfer: SenderTransfer, reason: str | None) -> None:
-        if self._transfers.pop(transfer.transfer_id, None) is None:
+        outgoing = self._outgoing.get(transfer.transfer_id)
+        if outgoing is None or transfer.phase is Phase.ENDED:
             return
+        transfer.phase = Phase.ENDED
+        del outgoing.parts[transfer.peer]
+        outgoing.ending.append(transfer)
         self._release(transfer, list(transfer.in_flight))
         transfer.pending.clear()
         transfer.resend.clear()
-        if reason is None:
+        if reason is not None and outgoing.failure is None:
+            outgoing.failure = reason
+            for other in list(outgoing.parts.values()):
+                self._fail(other, f"another rank's part failed: {reason}")
+        self._conclude(transfer.transfer_id)
+
+    def _conclude(self, transfer_id: str) -> None:
+        """Tell the owner once all parts have ended and no lane has anything of them left to read: then the blocks are his again."""
+        outgoing = self._outgoing.get(transfer_id)
+        if outgoing is None or outgoing.parts or any(part.num_reading for part in outgoing.ending):
+            return
+        del self._outgoing[transfer_id]
+        if outgoing.failure is None:
             self._counters["transfers_committed"] += 1
-            _tell(self._events.on_committed, transfer.transfer_id)
+            _tell(self._events.on_committed, transfer_id)
         else:
             self._counters["transfers_failed"] += 1
-            _tell(self._events.on_failed, transfer.transfer_id, reason)
+            _tell(self._events.on_failed, transfer_id, outgoing.failure)
 
 
 def _tell(event: Callable[..., None], *args: object) -> None:

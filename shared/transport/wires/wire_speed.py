@@ -7,57 +7,64 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shared.transport.connector import DataMessage
 from shared.transport.protocol.frames import ChecksumCode, DataHeader, Flags, MessageType
-from shared.transport.protocol.kv_layout import KVLayout
+from shared.transport.protocol.wire_plan import WirePlan
 from shared.transport.wires.shared_segment import SegmentReader
 
 PROBE_BYTES = 8 << 20
 """Sent over each lane: a few milliseconds."""
 
 
-def copy_bytes(target: memoryview, source: memoryview) -> None:
-    # numpy rather than a slice assignment: it lets go of the interpreter lock while it copies.
-    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
-
-
 def probe_segment(segment: SegmentReader) -> float:
     """Bytes a second of a copy out of it; the second of two, so that its pages are there."""
     size_bytes = min(PROBE_BYTES // 4, segment.size_bytes)  # the receiver does nothing else meanwhile
-    source, target = segment.read(0, size_bytes), memoryview(bytearray(size_bytes))
-    copy_bytes(target, source)
+    source, target = np.frombuffer(segment.read(0, size_bytes), np.uint8), np.empty(size_bytes, np.uint8)
+    np.copyto(target, source)
     start_s = time.perf_counter()
-    copy_bytes(target, source)
+    np.copyto(target, source)
     return size_bytes / max(1e-9, time.perf_counter() - start_s)
 
 
-def probe_headers(layout: KVLayout, layer_count: int, src_incarnation: int, dst_incarnation: int) -> list[DataHeader]:
-    """Of messages that each carry `layer_count` layers of a block, PROBE_BYTES in all, but at least two and at most sixteen."""
-    payload_nbytes = layer_count * layout.layer_nbytes
+def probe_messages(plan: WirePlan, max_chunk_bytes: int, src_incarnation: int, dst_incarnation: int) -> list[DataMessage]:
+    """They carry block 0 again and again, PROBE_BYTES in all, but at least two of them and at most sixteen."""
+    layout = plan.src
+    layer_count = plan.layers_per_chunk(max_chunk_bytes)
+    region = plan.source_region(0, 0, plan.unit_tokens, 0, layer_count)
+    payload_nbytes = layer_count * plan.layer_nbytes(plan.unit_tokens)
     num_probes = max(2, min(16, PROBE_BYTES // payload_nbytes))
     return [
-        DataHeader(
-            msg_type=MessageType.PROBE,
-            flags=Flags.LAST if number == num_probes - 1 else Flags.NONE,
-            transfer_id=bytes(16),
-            attempt=0,
-            src_incarnation=src_incarnation,
-            dst_incarnation=dst_incarnation,
-            grant_id=0,
-            slot=0,
-            slot_gen=0,
-            chunk_seq=number,
-            chunk_total=num_probes,
-            payload_nbytes=payload_nbytes,
-            checksum_algo=ChecksumCode.NONE,
-            checksum=0,
-            hash_set_digest=0,
-            layer_count=layer_count,
-            block_count=1,
-            block_tokens=layout.block_size,
-            dtype=layout.dtype,
-            layout=layout.layout,
-            head_count=layout.num_kv_heads,
-            head_dim=layout.head_dim,
+        DataMessage(
+            DataHeader(
+                msg_type=MessageType.PROBE,
+                flags=Flags.LAST if number == num_probes - 1 else Flags.NONE,
+                transfer_id=bytes(16),
+                attempt=0,
+                src_incarnation=src_incarnation,
+                dst_incarnation=dst_incarnation,
+                grant_id=0,
+                nack_seq=0,
+                slot_gen=0,
+                chunk_seq=number,
+                chunk_total=num_probes,
+                payload_nbytes=payload_nbytes,
+                checksum_algo=ChecksumCode.NONE,
+                checksum=0,
+                hash_set_digest=0,
+                layer_count=layer_count,
+                block_count=1,
+                block_tokens=plan.unit_tokens,
+                dtype=plan.codec.wire,
+                scale=plan.codec.scale,
+                layout=layout.layout,
+                head_start=plan.head_start,
+                head_count=plan.head_count,
+                head_dim=layout.head_dim,
+                src_tp_rank=layout.tp_rank,
+                src_tp_size=layout.tp_size,
+            ),
+            (region,),
+            plan.codec,
         )
         for number in range(num_probes)
     ]

@@ -7,6 +7,7 @@ cut a healthy lane whose receiver is busy. IMMEDIATE: nothing is queued for a pe
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import socket
 
@@ -92,12 +93,23 @@ def _numeric(host: str) -> str:
     return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
 
 
-def bind_ephemeral(sock: SyncSocket, bind_host: str, advertise_host: str) -> str:
-    """Bind to a free port of `bind_host`; the endpoint as others reach it."""
+def bind_tcp(sock: SyncSocket, bind_host: str, advertise_host: str, port: int = 0, advertise_port: int = 0) -> str:
+    """Bind to `port` of `bind_host` (0: a free one); the endpoint as others reach it, at `advertise_port` unless that is 0.
+
+    Raises ConfigurationError when something else listens there.
+    """
     if ":" in bind_host:
         sock.setsockopt(zmq.IPV6, 1)
-    sock.bind(f"tcp://{_bracketed(_numeric(bind_host))}:0")
-    port = sock.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
+    try:
+        sock.bind(f"tcp://{_bracketed(_numeric(bind_host))}:{port}")
+    except zmq.ZMQError as error:
+        if port == 0 or error.errno not in (errno.EADDRINUSE, errno.EACCES):
+            raise
+        raise ConfigurationError(
+            f"cannot listen on {bind_host}:{port} for KV transfers ({error.strerror}): "
+            "kv_port must be free, and the kv_lanes ports after it"
+        ) from error
+    port = advertise_port or int(sock.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
     return f"tcp://{_bracketed(advertise_host)}:{port}"
 
 

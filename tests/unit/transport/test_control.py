@@ -18,7 +18,7 @@ ADDRESS: control.Address = {
 }
 MESSAGES = [
     control.Hello(src_incarnation=1, dst_incarnation=2, worker_id="p", layout=LAYOUT, num_lanes=2, max_chunk_bytes=4096),
-    control.HelloAck(src_incarnation=1, dst_incarnation=2, lane_endpoints=("tcp://127.0.0.1:1",), max_chunk_bytes=4096),
+    control.HelloAck(src_incarnation=1, dst_incarnation=2, layout=LAYOUT, lane_endpoints=("tcp://127.0.0.1:1",), max_chunk_bytes=4096),
     control.Offer(**ADDRESS, num_prompt_tokens=33, block_hashes="00ff", deadline_s=1.5),
     control.Grant(**ADDRESS, grant_id=5, slot_gen=6, missing=((0, 2), (4, 1)), credits=16),
     control.Deny(**ADDRESS, reason="full", retry_ms=100),

@@ -5,17 +5,20 @@ import threading
 from dataclasses import replace
 
 import pytest
-from kv_transfer_pairs import LAYOUT, SETTINGS, TRANSFER, MemoryPair, fill
+from kv_transfer_pairs import LAYOUT, SETTINGS, TRANSFER, MemoryPair, fill, tokens_of
 
 from shared.errors import TransferError
 from shared.transport.protocol import control
 from shared.transport.protocol.frames import DataHeader, checksum
-from shared.transport.simulated_network import FaultPlan
-from shared.transport.wires.wire_speed import probe_headers
+from shared.transport.protocol.wire_plan import WirePlan
+from shared.transport.simulated_network import BytesMemory, FaultPlan
+from shared.transport.wires.wire_speed import probe_messages
+
+PLAN = WirePlan.between(LAYOUT, LAYOUT, "auto")
 
 
-def _grant_of(pair: MemoryPair):
-    return pair.receiver._grants[TRANSFER]
+def _incoming(pair: MemoryPair):
+    return pair.receiver._incoming[TRANSFER]
 
 
 def _headers(pair: MemoryPair) -> list[DataHeader]:
@@ -39,10 +42,10 @@ def test_blocks_arrive_whole_and_by_index():
     pair.send_all(30)
     pair.run()
     assert pair.receiver_log.ended == {TRANSFER: [None]} and pair.sender_log.ended == {TRANSFER: [None]}
-    assert pair.is_copied([2, 3, 4, 5, 6, 7])
-    assert pair.target.read(15) == bytes(LAYOUT.block_nbytes), "a block the receiver holds is not written"
+    assert pair.is_copied_up_to(30, [2, 3, 4, 5, 6, 7])
+    assert pair.target.block(15) == bytes(LAYOUT.block_nbytes), "a block the receiver holds is not written"
     info = pair.receiver_log.infos[TRANSFER]
-    assert (info.num_blocks_missing, info.num_bytes, info.num_chunks) == (6, 6 * LAYOUT.block_nbytes, 12)
+    assert (info.num_blocks_missing, info.num_bytes, info.num_chunks) == (6, 5 * LAYOUT.block_nbytes + LAYOUT.block_nbytes // 2, 12)
     assert info.expected_s <= info.granted_s <= info.first_chunk_s <= info.last_chunk_s <= info.committed_s
     assert pair.receiver_log.hidden[TRANSFER] == b"hidden"
     assert pair.sender.counters()["bytes_deduped"] == 2 * LAYOUT.block_nbytes
@@ -60,7 +63,7 @@ def test_nothing_is_sent_before_the_grant():
     assert pair.is_copied([0, 1, 2, 3])
 
 
-def test_only_missing_blocks_are_sent_and_the_last_says_how_much_is_valid():
+def test_only_missing_blocks_are_sent_and_of_the_last_only_what_is_valid():
     pair = MemoryPair()
     sent = _headers(pair)
     pair.offer(13)
@@ -69,9 +72,11 @@ def test_only_missing_blocks_are_sent_and_the_last_says_how_much_is_valid():
     pair.run()
     chunks = [header for header in sent if header.payload_nbytes]
     assert {header.block_index for header in chunks} == {1, 3}
-    assert {header.valid_tokens for header in chunks if header.block_index == 3} == {1}
-    assert {header.valid_tokens for header in chunks if header.block_index == 1} == {4}
-    assert pair.is_copied([1, 3])
+    assert {header.block_tokens for header in chunks if header.block_index == 3} == {1}
+    assert {header.block_tokens for header in chunks if header.block_index == 1} == {4}
+    assert pair.is_copied([1])
+    assert tokens_of(pair.target.block(12), 1) == tokens_of(pair.source.block(3), 1)
+    assert set(tokens_of(pair.target.block(12), -3)) == {0}, "what means nothing does not travel"
 
 
 def test_with_nothing_missing_the_commit_alone_completes():
@@ -91,7 +96,7 @@ def test_in_flight_chunks_never_exceed_the_credits():
 
     def watch(*args):
         nonlocal peak
-        peak = max(peak, len(pair.sender._transfers[TRANSFER].in_flight))
+        peak = max(peak, len(pair.sender._parts(TRANSFER)[0].in_flight))
         post(*args)
 
     pair.network.post_data = watch
@@ -148,7 +153,7 @@ def test_denied_offer_fails_with_the_reason_whichever_comes_first():
         assert "no room" in pair.sender_log.ended[TRANSFER][0]
 
 
-@pytest.mark.parametrize("field, value", [("num_kv_heads", 1), ("model_fingerprint", "other"), ("block_size", 8)])
+@pytest.mark.parametrize("field, value", [("num_kv_heads", 1), ("model_fingerprint", "other"), ("block_size", 6)])
 def test_incompatible_layout_is_refused_at_hello_with_the_field_named(field, value):
     pair = MemoryPair(receiver_layout=LAYOUT.model_copy(update={field: value}))
     pair.offer(16)
@@ -271,7 +276,7 @@ def test_sender_that_cannot_read_a_block_tells_the_receiver():
     pair.expect(16, [0, 1])
     pair.sender.send_blocks(TRANSFER, [(0, 0), (1, 999)])
     pair.run(0.5)
-    assert "cannot send" in pair.sender_log.ended[TRANSFER][0] and "cannot send" in pair.receiver_log.ended[TRANSFER][0]
+    assert "cannot read" in pair.sender_log.ended[TRANSFER][0] and "cannot read" in pair.receiver_log.ended[TRANSFER][0]
 
 
 @pytest.mark.parametrize("side", ["sender", "receiver"])
@@ -292,7 +297,7 @@ def test_abort_ends_both_sides_and_late_chunks_are_discarded(side):
             fill(pair.target, block_id, 7)
         pair.network.run(2.0)
         assert pair.receiver_log.ended == {}, "the caller knows; no event follows"
-        assert all(set(pair.target.read(block_id)) == {7} for block_id in range(16))
+        assert all(set(pair.target.block(block_id)) == {7} for block_id in range(16))
         assert pair.receiver.counters()["stale_frames"] > 0
     pair.network.run(2.0)
     assert "client left" in (pair.receiver_log if side == "sender" else pair.sender_log).ended[TRANSFER][0]
@@ -333,7 +338,7 @@ def test_frame_of_another_grant_is_counted_and_writes_nothing(changes):
     fill(pair.target, 14, 7)
     payload = memoryview(b"\x01" * sent[0].payload_nbytes)
     pair.receiver.on_data(0, replace(sent[0], block_index=1, chunk_seq=5, **changes).pack(), payload)
-    assert set(pair.target.read(14)) == {7}
+    assert set(pair.target.block(14)) == {7}
     assert pair.receiver.counters()["stale_frames"] == 1
 
 
@@ -342,7 +347,7 @@ def test_a_wire_is_measured_anew_when_it_is_opened_again(caplog):
     pair = MemoryPair()
     pair.offer(16)
     pair.network.run(0.5)
-    probes = [header.pack() for header in probe_headers(LAYOUT, 1, 11, 22)]
+    probes = [probe.header.pack() for probe in probe_messages(PLAN, LAYOUT.layer_nbytes, 11, 22)]
     for lane in range(SETTINGS.kv_lanes):
         pair.receiver.on_data(lane, probes[0], memoryview(b""))  # and there the connection broke
     pair.clock.advance(3600.0)
@@ -363,7 +368,7 @@ def test_chunk_for_a_block_that_was_not_granted_fails_the_transfer():
     pair.network.run(0.5)
     pair.receiver.on_data(0, replace(sent[0], block_index=2, chunk_seq=5).pack(), memoryview(bytes(sent[0].payload_nbytes)))
     pair.run(0.5)
-    assert "not among the missing" in pair.receiver_log.ended[TRANSFER][0]
+    assert "not all among the missing" in pair.receiver_log.ended[TRANSFER][0]
 
 
 def test_abort_waits_for_the_lane_that_is_writing():
@@ -373,17 +378,17 @@ def test_abort_waits_for_the_lane_that_is_writing():
     pair.expect(16, [0, 1])
     pair.sender.send_blocks(TRANSFER, [(0, 0)])
     pair.network.run(0.5)
-    grant = _grant_of(pair)
+    grant = _incoming(pair)
     is_writing, may_finish, is_aborted = threading.Event(), threading.Event(), threading.Event()
 
-    class SlowMemory:
-        def block_view(self, block_id):
+    class SlowMemory(BytesMemory):
+        def write(self, regions, data):
             is_writing.set()
             may_finish.wait(5)
-            return pair.target.block_view(block_id)
+            return pair.target.write(regions, data)
 
-    pair.receiver._memory = SlowMemory()
-    payload = bytes(pair.source.read(1)[: sent[0].payload_nbytes])
+    pair.receiver._memory = SlowMemory(16, LAYOUT)
+    payload = bytes(pair.source.block(1)[: sent[0].payload_nbytes])
     header = replace(sent[0], block_index=1, chunk_seq=5, checksum=checksum(payload)).pack()
     lane = threading.Thread(target=pair.receiver.on_data, args=(0, header, memoryview(payload)))
     lane.start()

@@ -1,0 +1,69 @@
+"""What the sender knows of one decode worker: whether it answers, how KV goes there, and how full its lanes are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from shared.transport.protocol.limits import LANE_GRACE_S, MAX_CHUNKS_PER_PEER
+from shared.transport.protocol.transport_name import TransportName
+from shared.transport.protocol.wire_plan import WirePlan
+
+
+@dataclass(slots=True)
+class Lane:
+    num_in_flight: int = 0
+    broken_s: float | None = None
+    """Since when its connection has been broken."""
+    is_out: bool = False
+    """Broken for too long: what was on it went to the others."""
+
+
+@dataclass(slots=True)
+class Connection:
+    """One decode worker, by address and incarnation."""
+
+    key: str
+    incarnation: int
+    opened_s: float
+    last_hello_s: float
+    last_heard_s: float
+    last_heartbeat_s: float = 0.0
+    is_draining: bool = False
+    lanes: list[Lane] = field(default_factory=list)
+    plan: WirePlan | None = None
+    """None until it has answered HELLO."""
+    max_chunk_bytes: int = 0
+    transport: TransportName = "tcp"
+
+    @property
+    def is_ready(self) -> bool:
+        return self.plan is not None
+
+    @property
+    def agreed(self) -> WirePlan:
+        assert self.plan is not None, "nothing is sent before HELLO was answered"
+        return self.plan
+
+    @property
+    def is_full(self) -> bool:
+        return sum(lane.num_in_flight for lane in self.lanes) >= MAX_CHUNKS_PER_PEER
+
+    def live_lanes(self) -> list[int]:
+        """Never empty: when all are broken, all are hoped for."""
+        return [index for index, lane in enumerate(self.lanes) if not lane.is_out] or list(range(len(self.lanes)))
+
+    def least_loaded(self) -> int:
+        return min(self.live_lanes(), key=lambda index: self.lanes[index].num_in_flight)
+
+    def given_up(self, now: float) -> list[int]:
+        """Lanes that have just been broken for too long, while another one lives; they are out from now on."""
+        late = [
+            index
+            for index, lane in enumerate(self.lanes)
+            if lane.broken_s is not None and not lane.is_out and now - lane.broken_s > LANE_GRACE_S
+        ]
+        if all(lane.broken_s is not None for lane in self.lanes):
+            return []
+        for index in late:
+            self.lanes[index].is_out = True
+        return late

@@ -1,0 +1,66 @@
+"""What one prefill worker may cost a decode worker."""
+
+from kv_transfer_pairs import LAYOUT, TRANSFER, MemoryPair
+
+from shared.transport.protocol import control
+from shared.transport.protocol.limits import CONTROL_BURST, MAX_PEERS, MAX_WAITING_OFFERS_PER_PEER
+
+
+def _hello(incarnation: int) -> control.Hello:
+    return control.Hello(
+        src_incarnation=incarnation, dst_incarnation=22, worker_id="p", layout=LAYOUT, num_lanes=2, max_chunk_bytes=1 << 20
+    )
+
+
+def _offer(number: int, incarnation: int) -> control.Offer:
+    return control.Offer(
+        transfer_id=f"{number:032x}", src_incarnation=incarnation, dst_incarnation=22, num_prompt_tokens=4, block_hashes="", deadline_s=60.0
+    )
+
+
+def test_a_peer_that_floods_is_not_listened_to_and_others_are():
+    pair = MemoryPair()
+    pair.receiver.on_control("flood>decode-0", _hello(77))
+    for _ in range(2 * CONTROL_BURST):
+        pair.receiver.on_control("flood>decode-0", control.Renew(src_incarnation=77, dst_incarnation=22))
+    assert pair.receiver.counters()["control_throttled"] >= CONTROL_BURST - 1
+    pair.offer(16)
+    pair.expect(16, [0, 1])
+    pair.send_all(16)
+    pair.run()
+    assert pair.receiver_log.ended == {TRANSFER: [None]}
+
+
+def test_a_throttled_peer_is_heard_again_when_it_calms_down():
+    pair = MemoryPair()
+    pair.receiver.on_control("flood>decode-0", _hello(77))
+    for _ in range(CONTROL_BURST + 10):
+        pair.receiver.on_control("flood>decode-0", control.Renew(src_incarnation=77, dst_incarnation=22))
+    pair.clock.advance(1.0)
+    pair.receiver.on_control("flood>decode-0", _offer(1, 77))
+    assert pair.receiver.num_transfers == 1
+
+
+def test_offers_of_one_peer_that_may_wait_are_bounded_and_it_is_told_when_to_try_again():
+    pair = MemoryPair()
+    denied = []
+    pair.receiver._wire.send_control = lambda key, message, blob=b"": denied.append(message)
+    pair.receiver.on_control("greedy>decode-0", _hello(77))
+    for number in range(MAX_WAITING_OFFERS_PER_PEER + 1):
+        pair.receiver.on_control("greedy>decode-0", _offer(number, 77))
+    assert isinstance(denied[-1], control.Deny)
+    assert denied[-1].retry_ms > 0
+    assert pair.receiver.num_transfers == MAX_WAITING_OFFERS_PER_PEER
+    pair.receiver.on_control("modest>decode-0", _hello(78))
+    pair.receiver.on_control("modest>decode-0", _offer(9999, 78))
+    assert pair.receiver.num_transfers == MAX_WAITING_OFFERS_PER_PEER + 1
+
+
+def test_the_number_of_connected_peers_is_bounded():
+    pair = MemoryPair()
+    answers = []
+    pair.receiver._wire.send_control = lambda key, message, blob=b"": answers.append(message)
+    for number in range(MAX_PEERS + 1):
+        pair.receiver.on_control(f"p{number}>decode-0", _hello(100 + number))
+    assert isinstance(answers[-1], control.Deny)
+    assert len(pair.receiver.peers()) == MAX_PEERS
