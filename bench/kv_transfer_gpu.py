@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import queue
 import statistics
 import sys
@@ -73,8 +74,8 @@ def random_cache(num_blocks: int, device: int) -> torch.Tensor:
     )
 
 
-def blocks_over(cache: torch.Tensor, staging_mib: int = 256) -> DeviceBlocks:
-    return DeviceBlocks(cache, staging_nbytes=staging_mib << 20, max_chunk_nbytes=CHUNK)
+def blocks_over(cache: torch.Tensor) -> DeviceBlocks:
+    return DeviceBlocks(cache, staging_nbytes=256 << 20, max_chunk_nbytes=CHUNK, sums_on_gpu=os.environ.get("SUMS_ON_GPU", "1") == "1")
 
 
 def best_s(action: Callable[[], object], repeat: int) -> float:
@@ -134,6 +135,13 @@ def measure_copies(options: argparse.Namespace) -> None:
         ids = torch.arange(num * per, device=cache.device)
         seconds = best_s(lambda rows=rows, ids=ids, per=per: block_checksum.block_checksums(rows, ids, per), options.repeat)
         report(f"checksums on the GPU, {num} payloads of {mib} MiB at once", num * mib * (1 << 20) / seconds / 1e9)
+    blocks = blocks_over(random_cache(64, options.devices[0]))
+    for layers in (32, 8, 4):
+        regions = [Region(block, 0, layers, *WHOLE[2:]) for block in range(64 // layers)]
+        kept = blocks.read(regions).view
+        for name, action in (("read", partial(blocks.read, regions)), ("write", partial(blocks.write, regions, kept))):
+            seconds = best_s(partial(in_threads, 1, 50, lambda _, action=action: action()), options.repeat)
+            report(f"DeviceBlocks.{name}, one thread, 4 MiB in {64 // layers} pieces, checksum included", 50 * CHUNK / seconds / 1e9)
     view = memoryview(host.numpy())
     for num_threads in (1, 2, 4):
         seconds = best_s(lambda n=num_threads: in_threads(n, nbytes // CHUNK, lambda i: hash_chunk(view, i)), 1)
@@ -170,7 +178,9 @@ def receive_staged(pipe: Connection, offer: SegmentOffer, num_blocks: int, devic
     def serve(end: Connection) -> None:
         while (notice := end.recv()) is not None:
             ids, offset, nbytes, digest = notice
-            end.send(blocks.write(regions_of(ids), reader.read(offset, nbytes)) == digest)
+            data = reader.read(offset, nbytes)
+            landed = blocks.write(regions_of(ids), data)
+            end.send((xxhash.xxh3_64_intdigest(data) if landed is None else landed) == digest)
 
     run_all(pipe, ends, serve)
 
@@ -244,7 +254,8 @@ def measure_staged(options: argparse.Namespace) -> None:
 
         def notice(ids: list[int]) -> tuple[object, object]:
             stored = blocks.read(regions_of(ids))
-            return (ids, stored.segment_offset, stored.view.nbytes, stored.checksum), stored
+            digest = xxhash.xxh3_64_intdigest(stored.view) if stored.checksum is None else stored.checksum
+            return (ids, stored.segment_offset, stored.view.nbytes, digest), stored
 
         ends = [ours for ours, _ in pairs]
         seconds = min(pump(ends, num_blocks, 2, notice, window=8) for _ in range(options.repeat))
@@ -254,12 +265,17 @@ def measure_staged(options: argparse.Namespace) -> None:
         child.close()
 
 
+def copy_all(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source)
+    torch.cuda.synchronize(target.device)
+
+
 def measure_ipc(options: argparse.Namespace) -> None:
     source, target = options.devices
     num_blocks = (options.mib << 20) // LAYOUT.block_nbytes
     cache = random_cache(num_blocks, source)
     plain = torch.empty(cache.shape, dtype=cache.dtype, device=f"cuda:{target}")
-    seconds = best_s(lambda: (plain.copy_(cache), torch.cuda.synchronize(target)), options.repeat + 2)
+    seconds = best_s(partial(copy_all, plain, cache), options.repeat + 2)
     report("one plain copy of everything", cache.nbytes / seconds / 1e9)
     del plain
     blocks = blocks_over(cache)
@@ -479,9 +495,11 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--devices", default="0,0", help="of the sender and of the receiver")
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--sums", choices=("gpu", "cores"), default="gpu", help="where checksums are formed")
     options = parser.parse_args()
     options.devices = [int(part) for part in options.devices.split(",")]
     multiprocessing.set_start_method("spawn")
+    os.environ["SUMS_ON_GPU"] = str(int(options.sums == "gpu"))  # the other process has it from here
     for name in options.parts.split(","):
         print(f"{name}: {torch.cuda.get_device_name(options.devices[0])}, GPU {options.devices[0]} -> GPU {options.devices[1]}", flush=True)
         PARTS[name](options)

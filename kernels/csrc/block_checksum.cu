@@ -1,7 +1,7 @@
 // XXH3-64 (Collet, xxHash 0.8, seed 0, inputs longer than 240 bytes) of payloads that lie in GPU memory in rows.
 //
 // The hash adds up 16 stripes of 64 bytes, then scrambles its eight 64-bit accumulators, block of 1 KiB after block. The sums do not
-// depend on each other, so eight warps form them for a tile of blocks; the scrambling does, and is one more warp's work on the tile before.
+// depend on each other, so twelve warps form them for a tile of blocks; the scrambling does, and is one more warp's work on the tile before.
 #include "cache_ops.cuh"
 
 using namespace cache_ops;
@@ -19,7 +19,7 @@ __constant__ uint8_t SECRET[192] = {
 constexpr uint64_t P32_1 = 0x9E3779B1u, P32_2 = 0x85EBCA77u, P32_3 = 0xC2B2AE3Du;
 constexpr uint64_t P64_1 = 0x9E3779B185EBCA87ull, P64_2 = 0xC2B2AE3D27D4EB4Full, P64_3 = 0x165667B19E3779F9ull, P64_4 = 0x85EBCA77C2B2AE63ull,
                    P64_5 = 0x27D4EB2F165667C5ull;
-constexpr int STRIPE = 64, BLOCK = 1024, TILE = 64, WARPS = 8, PER_WARP = TILE / WARPS;
+constexpr int STRIPE = 64, BLOCK = 1024, TILE = 96, WARPS = 12, PER_WARP = TILE / WARPS;
 
 __device__ inline uint64_t secret(int offset) {
     uint64_t value = 0;
@@ -34,10 +34,12 @@ __device__ inline uint64_t fold(uint64_t a, uint64_t b) { return (a * b) ^ __umu
 // The payload is rows ids[0 .. n) one after the other; row_bytes is a multiple of BLOCK, or n is 1.
 struct Payload {
     Rows rows;
-    int64_t first, row_bytes;
-    __device__ const char* at(int64_t offset) const {
-        const int64_t row = offset / row_bytes;
-        return rows.data + row_of(rows, first + row) * rows.stride_bytes + (offset - row * row_bytes);
+    int64_t first;
+    uint32_t blocks_per_row;  // 0: the payload is one row
+    // 32-bit, since a division of 64 bits for each KiB would take longer than the KiB.
+    __device__ const char* at(uint32_t block, int64_t offset = 0) const {
+        const uint32_t row = blocks_per_row ? block / blocks_per_row : 0;
+        return rows.data + row_of(rows, first + row) * rows.stride_bytes + (int64_t)(block - row * blocks_per_row) * BLOCK + offset;
     }
 };
 
@@ -46,7 +48,7 @@ __global__ void __launch_bounds__((WARPS + 1) * 32) xxh3(Rows rows, int64_t rows
     __shared__ uint64_t sums[2][TILE][8];
     __shared__ uint64_t final[8];
     __shared__ int is_outside;
-    const Payload payload = {rows, (int64_t)blockIdx.x * rows_per_payload, row_bytes};
+    const Payload payload = {rows, (int64_t)blockIdx.x * rows_per_payload, rows_per_payload == 1 ? 0u : (uint32_t)(row_bytes / BLOCK)};
     if (threadIdx.x == 0) is_outside = 0;
     __syncthreads();
     for (int64_t i = threadIdx.x; i < rows_per_payload; i += blockDim.x) {
@@ -76,7 +78,7 @@ __global__ void __launch_bounds__((WARPS + 1) * 32) xxh3(Rows rows, int64_t rows
             for (int i = 0; i < PER_WARP; i++) {
                 const int64_t block = tile * TILE + i * WARPS + warp;
                 if (block >= num_blocks) break;
-                const char* in = payload.at(block * BLOCK) + 16 * thread;
+                const char* in = payload.at((uint32_t)block, 16 * thread);
                 values[i][0] = *(const ulonglong2*)in;
                 values[i][1] = *(const ulonglong2*)(in + BLOCK / 2);
             }
@@ -102,18 +104,28 @@ __global__ void __launch_bounds__((WARPS + 1) * 32) xxh3(Rows rows, int64_t rows
             }
         } else if (warp == WARPS && thread < 8 && tile > 0) {
             const int count = (int)min((int64_t)TILE, num_blocks - (tile - 1) * TILE);
-            for (int i = 0; i < count; i++) {
-                acc += sums[(tile - 1) & 1][i][lane];
-                acc = (acc ^ (acc >> 47) ^ scramble_key) * P32_1;
+            const uint64_t(*in)[8] = sums[(tile - 1) & 1];
+            // Sixteen are fetched ahead of the chain, which would otherwise wait for each.
+            for (int i = 0; i < count; i += 16) {
+                uint64_t next[16];
+#pragma unroll
+                for (int j = 0; j < 16; j++) next[j] = in[i + j][lane];
+#pragma unroll
+                for (int j = 0; j < 16; j++) {
+                    if (i + j >= count) break;
+                    acc += next[j];
+                    acc = (acc ^ (acc >> 47) ^ scramble_key) * P32_1;
+                }
             }
         }
         __syncthreads();
     }
     if (warp == WARPS && thread < 8) {
-        const int64_t start = num_blocks * BLOCK, num_stripes = (length - 1 - start) / STRIPE;
+        const int64_t num_stripes = (length - 1 - num_blocks * BLOCK) / STRIPE;
         for (int i = 0; i <= num_stripes; i++) {
             const bool is_last = i == num_stripes;  // it may overlap the one before
-            const char* in = payload.at(is_last ? length - STRIPE : start + i * STRIPE);
+            const char* in = is_last ? payload.at(0, 0) + (length - STRIPE) : payload.at((uint32_t)num_blocks, i * STRIPE);
+            if (is_last && rows_per_payload > 1) in = payload.at((uint32_t)num_blocks, BLOCK - STRIPE);
             acc += ((const uint64_t*)in)[lane ^ 1];
             acc += product(((const uint64_t*)in)[lane] ^ secret((is_last ? 192 - STRIPE - 7 : 8 * i) + 8 * lane));
         }

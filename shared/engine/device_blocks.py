@@ -17,6 +17,7 @@ from functools import partial
 
 import numpy as np
 import torch
+import xxhash
 
 from kernels import block_checksum, cache_ops, device_memory
 from kernels.build import KernelError
@@ -32,6 +33,8 @@ logger = logging.getLogger(__name__)
 MIN_COPY_NBYTES = 256 << 10
 """39 of 55 GB/s; runs of 64 KiB would copy at 13 (bench/kv_transfer_gpu.py)."""
 CHUNK_NBYTES = 4 << 20
+MAX_LOCATED = 1024
+"""Regions of one notice."""
 
 
 class _Lane(threading.local):
@@ -39,9 +42,10 @@ class _Lane(threading.local):
 
     def __init__(self, device: torch.device) -> None:
         with torch.cuda.device(device):
-            self.stream = torch.cuda.Stream(device)
+            # Before the model's kernels wherever a place comes free: these are short, and a peer waits for them.
+            self.stream = torch.cuda.Stream(device, priority=-1)
             self.done = torch.cuda.Event(blocking=True)
-            self.digest = torch.zeros(1, dtype=torch.int64).pin_memory()
+            self.digests = torch.zeros(MAX_LOCATED, dtype=torch.int64).pin_memory()
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,8 @@ class _Adopted:
 
 @dataclass(frozen=True, slots=True)
 class LocatedBytes:
-    """KV where it stands: a place in GPU memory for each region, and the xxh3_64 of all of them one after the other, if it was formed."""
+    """KV where it stands: a place in GPU memory for each region, and the xxh3_64 of their xxh3_64s (eight bytes each, little-endian), if it
+    was formed. That of all bytes in a row would be a chain of scrambles from the first KiB to the last; these are formed side by side."""
 
     offsets: tuple[int, ...]
     checksum: int | None
@@ -66,8 +71,12 @@ class DeviceBlocks:
     preferred_chunk_bytes = CHUNK_NBYTES
     """Blocks go together: each chunk costs a wait for the GPU."""
 
-    def __init__(self, cache: torch.Tensor, *, staging_nbytes: int, max_chunk_nbytes: int, is_debug: bool = False) -> None:
-        """`staging_nbytes` of host memory are pinned when something is first to be read; KernelError is raised there if they cannot be."""
+    def __init__(
+        self, cache: torch.Tensor, *, staging_nbytes: int, max_chunk_nbytes: int, is_debug: bool = False, sums_on_gpu: bool = True
+    ) -> None:
+        """`staging_nbytes` of host memory are pinned when something is first to be read; KernelError is raised there if they cannot be.
+        `sums_on_gpu`: see `_sum`; where another process computes on the same GPU, each of its kernels costs the two a change of context."""
+        self._sums_on_gpu = sums_on_gpu
         self._cache = cache
         self._device = cache.device
         self._new_ring = partial(StagingRing, max(2, staging_nbytes // max_chunk_nbytes), max_chunk_nbytes, is_debug=is_debug)
@@ -124,9 +133,9 @@ class DeviceBlocks:
         of the same layers: others are not in one piece (ValueError)."""
         run = self._single_run(regions)
         with torch.cuda.device(self._device), torch.cuda.stream(self._lane.stream):
-            has_digest = self._sum([run])
+            has_digests = self._sum([run], is_each=True)
             self._wait()
-        return LocatedBytes(tuple((run.addresses - self._cache.data_ptr()).tolist()), self._digest() if has_digest else None)
+        return LocatedBytes(tuple((run.addresses - self._cache.data_ptr()).tolist()), self._joined(len(run.ids)) if has_digests else None)
 
     def write_from(self, peer: PeerDeviceMemory, offsets: Sequence[int], regions: Sequence[Region]) -> Landed:
         """Like `write`, with the bytes of region i standing from offsets[i] on in a peer's GPU memory. On return it is not read any more.
@@ -137,14 +146,16 @@ class DeviceBlocks:
         source = peer.addresses(offsets, run.run_nbytes)
         with torch.cuda.device(self._device), torch.cuda.stream(self._lane.stream):
             device_memory.copy_pieces(run.addresses, source, run.run_nbytes, self._lane.stream)
-            has_digest = self._sum([run])
+            has_digests = self._sum([run], is_each=True)
             self._wait()
-        return self._digest() if has_digest else None
+        return self._joined(len(run.ids)) if has_digests else None
 
     def _single_run(self, regions: Sequence[Region]) -> BlockRuns:
         runs = block_runs(self._cache, regions)
         if len(runs) != 1 or len(runs[0].ids) != len(regions):
             raise ValueError("regions copied from GPU to GPU must be all heads and tokens of the same layers of blocks")
+        if len(regions) > MAX_LOCATED:
+            raise ValueError(f"{len(regions)} regions at once; give {MAX_LOCATED} at most")
         return runs[0]
 
     def adopt(self, segment: memoryview) -> None:
@@ -193,20 +204,25 @@ class DeviceBlocks:
     def _ids(self, run: BlockRuns) -> torch.Tensor:
         return torch.from_numpy(run.ids).pin_memory().to(self._device, non_blocking=True)
 
-    def _sum(self, runs: list[BlockRuns]) -> bool:
-        """Queue the checksum of the regions' bytes as they stand in the cache. False: they are of a form the kernel does not take."""
-        if len(runs) != 1:
+    def _sum(self, runs: list[BlockRuns], *, is_each: bool = False) -> bool:
+        """Queue the checksum of the regions' bytes as they stand in the cache, one after the other or each by itself. False: they are of a
+        form that the kernel does not take, or cores are to do it."""
+        if len(runs) != 1 or not (self._sums_on_gpu or is_each):
             return False
         [run] = runs
+        per_payload = 1 if is_each else len(run.ids)
         alignment = run.rows.data_ptr() | run.rows.stride(0) * run.rows.element_size()
-        if not block_checksum.can_checksum(run.run_nbytes, len(run.ids), alignment):
+        if not block_checksum.can_checksum(run.run_nbytes, per_payload, alignment):
             return False
-        digests = block_checksum.block_checksums(run.rows, self._ids(run), len(run.ids))
-        self._lane.digest.copy_(digests, non_blocking=True)
+        digests = block_checksum.block_checksums(run.rows, self._ids(run), per_payload)
+        self._lane.digests[: len(digests)].copy_(digests, non_blocking=True)
         return True
 
     def _digest(self) -> int:
-        return int(self._lane.digest) & 0xFFFF_FFFF_FFFF_FFFF
+        return int(self._lane.digests[0]) & 0xFFFF_FFFF_FFFF_FFFF
+
+    def _joined(self, count: int) -> int:
+        return xxhash.xxh3_64_intdigest(self._lane.digests[:count].numpy().data)
 
     def _wait(self) -> None:
         self._lane.done.record(self._lane.stream)
