@@ -30,7 +30,8 @@ import numpy as np
 import torch
 import xxhash
 
-from kernels import block_checksum, cache_ops, device_memory
+from kernels import cache_ops
+from kernels.piece_transfer import PieceTransfer
 from shared.clock import SystemClock
 from shared.config import Settings
 from shared.engine.device_blocks import DeviceBlocks
@@ -115,14 +116,14 @@ def measure_copies(options: argparse.Namespace) -> None:
     nbytes = options.mib << 20
     cache = random_cache(nbytes // LAYOUT.block_nbytes, options.devices[0]).view(torch.uint8).view(-1)
     host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    stream = torch.cuda.Stream()
+    transfer = PieceTransfer(cache.device, 4096)
     rng = np.random.default_rng(1)
     for kib in (4096, 2048, 1024, 512, 256, 128, 64):
         size = kib << 10
         near = host.data_ptr() + np.arange(nbytes // size, dtype=np.int64) * size
         far = cache.data_ptr() + rng.permutation(nbytes // size).astype(np.int64) * size
         for name, to, source in (("GPU -> pinned", near, far), ("pinned -> GPU", far, near)):
-            seconds = best_s(lambda to=to, source=source, size=size: device_memory.copy_pieces(to, source, size, stream), options.repeat)
+            seconds = best_s(partial(transfer.run, to, source, size), options.repeat)
             report(f"{name}, copy engine, pieces of {kib} KiB", nbytes / seconds / 1e9)
     for kib in (512, 64, 4):
         rows = cache.view(-1, kib << 10)
@@ -131,9 +132,8 @@ def measure_copies(options: argparse.Namespace) -> None:
         seconds = best_s(lambda rows=rows, ids=ids, out=out: cache_ops.gather_blocks(rows, ids, out), options.repeat)
         report(f"GPU -> pinned, kernel, pieces of {kib} KiB", nbytes / seconds / 1e9)
     for mib, num in ((2, 1), (2, 8), (2, nbytes // (2 << 20)), (4, 1)):
-        rows, per = cache.view(-1, 2 << 20), mib // 2
-        ids = torch.arange(num * per, device=cache.device)
-        seconds = best_s(lambda rows=rows, ids=ids, per=per: block_checksum.block_checksums(rows, ids, per), options.repeat)
+        pieces = cache.data_ptr() + np.arange(num * mib // 2, dtype=np.int64) * (2 << 20)
+        seconds = best_s(partial(transfer.run, summed=pieces, summed_nbytes=2 << 20, pieces_per_payload=mib // 2), options.repeat)
         report(f"checksums on the GPU, {num} payloads of {mib} MiB at once", num * mib * (1 << 20) / seconds / 1e9)
     blocks = blocks_over(random_cache(64, options.devices[0]))
     for layers in (32, 8, 4):

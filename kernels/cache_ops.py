@@ -63,10 +63,10 @@ def copy_blocks(caches: torch.Tensor | Sequence[torch.Tensor], block_mapping: to
 
     block_mapping: int64 [num_pairs, 2] on the caches' device; no block may be both source and target, or target twice."""
     for cache in [caches] if isinstance(caches, torch.Tensor) else caches:
-        check_blocks("cache", cache)
+        _check_blocks("cache", cache)
         _check_mapping(block_mapping, cache.device)
         if is_debugging(debug) or not cache.is_cuda:
-            check_block_ids(block_mapping, len(cache))
+            _check_block_ids(block_mapping, len(cache))
         torch.ops.pagewire.copy_blocks(cache, block_mapping)
 
 
@@ -74,15 +74,15 @@ def swap_blocks(source: torch.Tensor, target: torch.Tensor, block_mapping: torch
     """Copy block block_mapping[i, 0] of `source` over block block_mapping[i, 1] of `target`, for caches of any two devices.
 
     block_mapping: int64 [num_pairs, 2] on the CPU. Pinned memory does not make the host wait; synchronise before touching it."""
-    check_blocks("source", source)
-    check_blocks("target", target)
+    _check_blocks("source", source)
+    _check_blocks("target", target)
     _check_mapping(block_mapping, torch.device("cpu"))
     if source.shape[1:] != target.shape[1:] or source.dtype != target.dtype:
         raise ValueError(
             f"source and target hold blocks of {list(source.shape[1:])} {source.dtype} and {list(target.shape[1:])} {target.dtype}"
         )
-    check_block_ids(block_mapping[:, 0], len(source))
-    check_block_ids(block_mapping[:, 1], len(target))
+    _check_block_ids(block_mapping[:, 0], len(source))
+    _check_block_ids(block_mapping[:, 1], len(target))
     torch.ops.pagewire.swap_blocks(source, target, block_mapping)
 
 
@@ -136,13 +136,13 @@ def check_slots(slot_mapping: torch.Tensor, num_slots: int) -> None:
         raise IndexError(f"slot {int(outside[0])} is outside the cache of {num_slots} slots")
 
 
-def check_block_ids(block_ids: torch.Tensor, num_blocks: int) -> None:
+def _check_block_ids(block_ids: torch.Tensor, num_blocks: int) -> None:
     outside = block_ids[(block_ids < 0) | (block_ids >= num_blocks)]
     if len(outside):
         raise IndexError(f"block {int(outside[0])} is outside the cache of {num_blocks} blocks")
 
 
-def check_blocks(name: str, cache: torch.Tensor) -> None:
+def _check_blocks(name: str, cache: torch.Tensor) -> None:
     expected = 1
     for size, stride in zip(reversed(cache.shape[1:]), reversed(cache.stride()[1:]), strict=True):
         if size > 1 and stride != expected:
@@ -158,21 +158,21 @@ def _check_mapping(block_mapping: torch.Tensor, device: torch.device) -> None:
 
 
 def _check_staging(cache: torch.Tensor, block_ids: torch.Tensor, staging: torch.Tensor, debug: bool | None) -> None:
-    check_blocks("cache", cache)
+    _check_blocks("cache", cache)
     if block_ids.dim() != 1 or block_ids.dtype != torch.int64 or not block_ids.is_contiguous() or block_ids.device != cache.device:
         raise ValueError(
             f"block_ids must be contiguous int64 [n] on {cache.device}, not {list(block_ids.shape)} {block_ids.dtype} on {block_ids.device}"
         )
-    size = block_nbytes(cache)
-    if not staging.is_contiguous() or staging.nbytes != len(block_ids) * size:
-        raise ValueError(f"staging must be contiguous and hold {len(block_ids)} blocks of {size} bytes; it has {staging.nbytes}")
+    block_nbytes = _block_nbytes(cache)
+    if not staging.is_contiguous() or staging.nbytes != len(block_ids) * block_nbytes:
+        raise ValueError(f"staging must be contiguous and hold {len(block_ids)} blocks of {block_nbytes} bytes; it has {staging.nbytes}")
     if staging.device != cache.device and not (staging.device.type == "cpu" and staging.is_pinned()):
         raise ValueError(f"staging is on {staging.device}; give memory of {cache.device} or pinned memory of the host")
     if is_debugging(debug) or not cache.is_cuda:
-        check_block_ids(block_ids, len(cache))
+        _check_block_ids(block_ids, len(cache))
 
 
-def block_nbytes(cache: torch.Tensor) -> int:
+def _block_nbytes(cache: torch.Tensor) -> int:
     return math.prod(cache.shape[1:]) * cache.element_size()
 
 
@@ -187,19 +187,13 @@ class _NewTokens(ctypes.Structure):
     )
 
 
-class Rows(ctypes.Structure):
+class _Rows(ctypes.Structure):
     """Mirrors `Rows` of kernels/csrc/cache_ops.cuh."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("data", "ids")),
         *((name, ctypes.c_int64) for name in ("stride_bytes", "id_step", "num_rows")),
     )
-
-    @classmethod
-    def of(cls, cache: torch.Tensor, ids: torch.Tensor | None = None, column: int = 0) -> Rows:
-        """Blocks named by `ids`, or by a column of a mapping."""
-        address = None if ids is None else ids.data_ptr() + column * ids.element_size()
-        return cls(cache.data_ptr(), address, cache.stride(0) * cache.element_size(), 1 if ids is None else ids.stride(0), len(cache))
 
 
 def libraries() -> list[Library]:
@@ -216,7 +210,7 @@ def _library() -> ctypes.CDLL:
     loaded.launch_swap_rows.argtypes = [pointer, pointer, pointer, int64, int64, pointer]
     for launcher in (loaded.launch_reshape_and_cache, loaded.launch_copy_rows, loaded.launch_swap_rows):
         launcher.restype = ctypes.c_char_p
-    for index, structure in enumerate((_NewTokens, CacheArguments, Rows)):
+    for index, structure in enumerate((_NewTokens, CacheArguments, _Rows)):
         assert loaded.cache_ops_struct_bytes(index) == ctypes.sizeof(structure), f"{structure.__name__} differs between Python and CUDA"
     return loaded
 
@@ -239,32 +233,38 @@ def _reshape_and_cache_cuda(
     launch(_library().launch_reshape_and_cache, key.device, ctypes.byref(tokens), ctypes.byref(cache), SCALARS[key.dtype], kind)
 
 
-def _copy_rows(to: Rows, source: Rows, num_pairs: int, cache: torch.Tensor) -> None:
-    arguments = (ctypes.byref(to), ctypes.byref(source), num_pairs, block_nbytes(cache))
+def _rows(cache: torch.Tensor, ids: torch.Tensor | None = None, column: int = 0) -> _Rows:
+    """Blocks named by `ids`, or by a column of a mapping."""
+    address = None if ids is None else ids.data_ptr() + column * ids.element_size()
+    return _Rows(cache.data_ptr(), address, cache.stride(0) * cache.element_size(), 1 if ids is None else ids.stride(0), len(cache))
+
+
+def _copy_rows(to: _Rows, source: _Rows, num_pairs: int, cache: torch.Tensor) -> None:
+    arguments = (ctypes.byref(to), ctypes.byref(source), num_pairs, _block_nbytes(cache))
     launch(_library().launch_copy_rows, cache.device, *arguments)
 
 
 def _copy_blocks_cuda(cache: torch.Tensor, block_mapping: torch.Tensor) -> None:
-    _copy_rows(Rows.of(cache, block_mapping, 1), Rows.of(cache, block_mapping, 0), len(block_mapping), cache)
+    _copy_rows(_rows(cache, block_mapping, 1), _rows(cache, block_mapping, 0), len(block_mapping), cache)
 
 
-def _staging_rows(staging: torch.Tensor, cache: torch.Tensor, num_rows: int) -> Rows:
-    return Rows(staging.data_ptr(), None, block_nbytes(cache), 1, num_rows)
+def _staging_rows(staging: torch.Tensor, cache: torch.Tensor, num_rows: int) -> _Rows:
+    return _Rows(staging.data_ptr(), None, _block_nbytes(cache), 1, num_rows)
 
 
 def _gather_blocks_cuda(cache: torch.Tensor, block_ids: torch.Tensor, staging: torch.Tensor) -> None:
-    _copy_rows(_staging_rows(staging, cache, len(block_ids)), Rows.of(cache, block_ids), len(block_ids), cache)
+    _copy_rows(_staging_rows(staging, cache, len(block_ids)), _rows(cache, block_ids), len(block_ids), cache)
 
 
 def _scatter_blocks_cuda(staging: torch.Tensor, block_ids: torch.Tensor, cache: torch.Tensor) -> None:
-    _copy_rows(Rows.of(cache, block_ids), _staging_rows(staging, cache, len(block_ids)), len(block_ids), cache)
+    _copy_rows(_rows(cache, block_ids), _staging_rows(staging, cache, len(block_ids)), len(block_ids), cache)
 
 
 def _swap_blocks_cuda(source: torch.Tensor, target: torch.Tensor, block_mapping: torch.Tensor) -> None:
     device = source.device if source.is_cuda else target.device
-    if source.stride(0) * source.element_size() != block_nbytes(source) or target.stride(0) != source.stride(0):
+    if source.stride(0) * source.element_size() != _block_nbytes(source) or target.stride(0) != source.stride(0):
         raise ValueError("source and target must be contiguous to be swapped between devices")
-    arguments = (target.data_ptr(), source.data_ptr(), block_mapping.data_ptr(), len(block_mapping), block_nbytes(source))
+    arguments = (target.data_ptr(), source.data_ptr(), block_mapping.data_ptr(), len(block_mapping), _block_nbytes(source))
     launch(_library().launch_swap_rows, device, *arguments)
 
 
@@ -298,11 +298,11 @@ def _reshape_and_cache_cpu(
 
 def _bytes(cache: torch.Tensor) -> torch.Tensor:
     """[num_blocks, block_nbytes] of the same memory."""
-    return cache.as_strided((len(cache), block_nbytes(cache) // cache.itemsize), (cache.stride(0), 1)).view(torch.uint8)
+    return cache.as_strided((len(cache), _block_nbytes(cache) // cache.itemsize), (cache.stride(0), 1)).view(torch.uint8)
 
 
 def _staged(staging: torch.Tensor, cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    return staging.view(torch.uint8).view(num_blocks, block_nbytes(cache))
+    return staging.view(torch.uint8).view(num_blocks, _block_nbytes(cache))
 
 
 def _copy_blocks_cpu(cache: torch.Tensor, block_mapping: torch.Tensor) -> None:

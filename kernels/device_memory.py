@@ -1,4 +1,4 @@
-"""Memory that two devices or two processes reach: copies between pieces of any kind, pinned host memory, another process's GPU memory."""
+"""Memory that a GPU shares with the host and with other processes: pinned host memory, another process's GPU memory (CUDA IPC)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import ctypes
 import functools
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from kernels.build import KernelError, Library, check, load
 
@@ -34,24 +32,15 @@ def libraries() -> list[Library]:
 def _library() -> ctypes.CDLL:
     loaded = load(libraries()[0])
     pointer, int64 = ctypes.c_void_p, ctypes.c_int64
-    loaded.launch_copy_pieces.argtypes = [pointer, pointer, int64, int64, pointer]
     loaded.export_device_memory.argtypes = [pointer, pointer, pointer]
     loaded.open_device_memory.argtypes = [ctypes.c_char_p, ctypes.c_int, pointer]
     loaded.close_device_memory.argtypes = [pointer, ctypes.c_int]
     loaded.pin_host_memory.argtypes = [pointer, int64, ctypes.c_int]
     loaded.unpin_host_memory.argtypes = [pointer]
-    for name in ("launch_copy_pieces", "pin_host_memory", "unpin_host_memory", "export_device_memory", "open_device_memory",
+    for name in ("pin_host_memory", "unpin_host_memory", "export_device_memory", "open_device_memory",
                  "close_device_memory"):  # fmt: skip
         getattr(loaded, name).restype = ctypes.c_char_p
     return loaded
-
-
-def copy_pieces(to: NDArray[np.int64], source: NDArray[np.int64], piece_nbytes: int, stream: torch.cuda.Stream) -> None:
-    """Queue copies of `piece_nbytes` from each address of `source` to that of `to` by the copy engines, which take no multiprocessor from
-    what else runs; neighbours go together. Host memory must be pinned (else the call waits). Raises KernelError."""
-    if to.shape != source.shape or to.dtype != np.int64 or source.dtype != np.int64:
-        raise ValueError(f"to and source must be int64 addresses, as many of one as of the other: {to.shape} and {source.shape}")
-    check(_library().launch_copy_pieces(to.ctypes.data, source.ctypes.data, len(to), piece_nbytes, stream.cuda_stream))
 
 
 def pin(address: int, nbytes: int, *, is_read_only: bool = False) -> None:

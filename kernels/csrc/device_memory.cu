@@ -1,18 +1,6 @@
-// Copies between pieces of memory of any kind, and memory of another process's GPU.
+// Memory that a GPU shares with the host and with other processes: pinned host memory, CUDA IPC.
 #include <cuda.h>
 #include "launch.cuh"
-
-// to[i], from[i]: addresses, on the host. Pieces that follow each other on both sides go in one copy.
-EXPORT const char* launch_copy_pieces(const int64_t* to, const int64_t* from, int64_t num_pieces, int64_t piece_bytes, cudaStream_t stream) {
-    for (int64_t i = 0; i < num_pieces;) {
-        int64_t n = 1;
-        while (i + n < num_pieces && to[i + n] == to[i] + n * piece_bytes && from[i + n] == from[i] + n * piece_bytes) n++;
-        cudaError_t error = cudaMemcpyAsync((void*)to[i], (const void*)from[i], n * piece_bytes, cudaMemcpyDefault, stream);
-        if (error != cudaSuccess) return cudaGetErrorString(error);
-        i += n;
-    }
-    return nullptr;
-}
 
 // Errors are taken back: what a caller survives must not be reported by the next kernel's launch.
 static const char* message_of(cudaError_t error) {

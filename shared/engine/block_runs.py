@@ -31,6 +31,11 @@ class BlockRuns:
         return len(self.ids) * self.run_nbytes
 
     @property
+    def alignment(self) -> int:
+        """Addresses, or-ed together, as far as their low bits are concerned."""
+        return self.rows.data_ptr() | self.rows.stride(0) * self.rows.element_size()
+
+    @property
     def addresses(self) -> NDArray[np.int64]:
         return self.rows.data_ptr() + self.ids * (self.rows.stride(0) * self.rows.element_size())
 

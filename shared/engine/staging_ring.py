@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 import weakref
 
 import numpy as np
@@ -73,14 +72,14 @@ class StagingRing:
         self._free.put(slot)
 
 
-class PinnedScratch(threading.local):
-    """Pinned memory of each thread, for bytes that came in ordinary memory."""
+class PinnedScratch:
+    """Pinned memory of one thread, for bytes that came in ordinary memory."""
 
     def __init__(self) -> None:
         self._tensor = torch.empty(0, dtype=torch.uint8)
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """uint8 [nbytes], valid until this thread's next call."""
+        """uint8 [nbytes], valid until the next call."""
         if len(self._tensor) < nbytes:
             self._tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         return self._tensor[:nbytes]
