@@ -242,11 +242,35 @@ def pump(
     return time.perf_counter() - start_s
 
 
+def measure_staged_here(options: argparse.Namespace, blocks: DeviceBlocks, num_blocks: int) -> None:
+    """Both ends in one process, which on one GPU do not take turns as two processes do: each thread reads, then writes what it read."""
+    target = blocks_over(torch.zeros_like(random_cache(num_blocks, options.devices[1])))
+    assert blocks.segment is not None
+    mapped = SegmentReader(blocks.segment)
+    target.adopt(mapped.read(0, mapped.size_bytes))
+
+    def carry(index: int) -> None:
+        regions = regions_of([2 * index, 2 * index + 1])
+        stored = blocks.read(regions)
+        assert stored.segment_offset is not None
+        data = mapped.read(stored.segment_offset, stored.view.nbytes)
+        landed = target.write(regions, data)
+        digest = xxhash.xxh3_64_intdigest(stored.view) if stored.checksum is None else stored.checksum
+        assert digest == (xxhash.xxh3_64_intdigest(data) if landed is None else landed)
+
+    for num_threads in (1, 2, 4, 8):
+        seconds = best_s(partial(in_threads, num_threads, num_blocks // 2, carry), options.repeat)
+        report(
+            f"the same in one process, {num_threads} threads that read and write in turn", num_blocks * LAYOUT.block_nbytes / seconds / 1e9
+        )
+
+
 def measure_staged(options: argparse.Namespace) -> None:
     source, target = options.devices
     num_blocks = (options.mib << 20) // LAYOUT.block_nbytes
     cache = random_cache(num_blocks, source)
     blocks = blocks_over(cache)
+    measure_staged_here(options, blocks, num_blocks)
     for num_threads in (1, 2, 4):
         pairs = [multiprocessing.Pipe() for _ in range(num_threads)]
         child = Child(receive_staged, blocks.segment, num_blocks, target, [theirs for _, theirs in pairs])
@@ -323,6 +347,7 @@ class Ends:
 
 def serve_kvx(pipe: Connection, num_blocks: int, device: int, settings: Settings) -> None:
     """Expects (transfer id, number of blocks, first block) as it is told; says for each transfer when it was committed, and its facts."""
+    sys.setswitchinterval(float(os.environ["SWITCH_S"]))
     events, incarnation = Ends(), new_incarnation()
     cache = torch.zeros_like(random_cache(num_blocks, device))
     receiver = KVReceiver(LAYOUT, blocks_over(cache), incarnation, events, SystemClock(), settings)
@@ -495,10 +520,13 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--devices", default="0,0", help="of the sender and of the receiver")
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--switch-ms", type=float, default=5.0, help="the interpreter's switch interval in both processes")
     parser.add_argument("--sums", choices=("gpu", "cores"), default="gpu", help="where checksums are formed")
     options = parser.parse_args()
     options.devices = [int(part) for part in options.devices.split(",")]
     multiprocessing.set_start_method("spawn")
+    os.environ["SWITCH_S"] = str(options.switch_ms / 1000)
+    sys.setswitchinterval(options.switch_ms / 1000)
     os.environ["SUMS_ON_GPU"] = str(int(options.sums == "gpu"))  # the other process has it from here
     for name in options.parts.split(","):
         print(f"{name}: {torch.cuda.get_device_name(options.devices[0])}, GPU {options.devices[0]} -> GPU {options.devices[1]}", flush=True)

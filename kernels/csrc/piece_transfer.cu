@@ -4,6 +4,8 @@
 // eight 64-bit accumulators, block of 1 KiB after block. The sums do not depend on each other, so twelve warps form them for a tile of
 // blocks; the scrambling does, and is one more warp's work on the tile before.
 #include "launch.cuh"
+#include <chrono>
+#include <sched.h>
 
 __constant__ uint8_t SECRET[192] = {
     0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c, 0xde, 0xd4, 0x6d, 0xe9, 0x83, 0x90, 0x97, 0xdb,
@@ -131,9 +133,9 @@ __global__ void __launch_bounds__((WARPS + 1) * 32) xxh3(const __grid_constant__
 // Mirrored field by field in kernels/piece_transfer.py. Addresses stand on the host.
 struct Transfer {
     const int64_t *to, *from;  // num_copied pieces
-    const int64_t* summed;     // num_summed pieces, after the copies
+    const int64_t* summed;     // num_summed pieces, after the copies or, where those do not write to them, beside them
     uint64_t* digests;         // pinned; num_summed / pieces_per_payload of them
-    int64_t num_copied, copied_bytes, num_summed, summed_bytes, pieces_per_payload;
+    int64_t num_copied, copied_bytes, num_summed, summed_bytes, pieces_per_payload, is_sum_beside;
 };
 
 static cudaError_t copy_pieces(const Transfer& transfer, cudaStream_t stream) {
@@ -161,21 +163,58 @@ static cudaError_t sum_pieces(const Transfer& transfer, cudaStream_t stream) {
     return cudaSuccess;
 }
 
+// What a thread that moves KV has to itself.
+struct Lane {
+    int device;
+    cudaStream_t sums;
+    cudaEvent_t copied, summed;
+};
+
+// An interrupt wakes who sleeps 60 to 100 us late, and a chunk takes 150 us; a GPU that is busy otherwise is waited for asleep.
+static cudaError_t wait(cudaEvent_t event) {
+    constexpr auto AWAKE = std::chrono::microseconds(300);
+    for (const auto start = std::chrono::steady_clock::now(); std::chrono::steady_clock::now() - start < AWAKE; sched_yield()) {
+        const cudaError_t error = cudaEventQuery(event);
+        if (error != cudaErrorNotReady) return error;
+    }
+    cudaGetLastError();
+    return cudaEventSynchronize(event);
+}
+
+static cudaError_t run(const Transfer& transfer, const Lane& lane, cudaStream_t stream) {
+    cudaError_t error = cudaSetDevice(lane.device);
+    const cudaStream_t sums = transfer.is_sum_beside ? lane.sums : stream;
+    if (transfer.is_sum_beside && error == cudaSuccess) error = sum_pieces(transfer, sums);
+    if (error == cudaSuccess) error = copy_pieces(transfer, stream);
+    if (!transfer.is_sum_beside && error == cudaSuccess) error = sum_pieces(transfer, sums);
+    if (error == cudaSuccess) error = cudaEventRecord(lane.copied, stream);
+    if (error == cudaSuccess) error = cudaEventRecord(lane.summed, sums);
+    // Also after a failure, so that nothing writes to memory that the caller lets go.
+    const cudaError_t copied = wait(lane.copied), summed = wait(lane.summed);
+    return error != cudaSuccess ? error : copied != cudaSuccess ? copied : summed;
+}
+
 // Returns when everything queued on the stream before, the copies and the sums are done.
-EXPORT const char* transfer_pieces(const Transfer* transfer, int device, cudaStream_t stream, cudaEvent_t done) {
-    cudaError_t error = cudaSetDevice(device);
-    if (error == cudaSuccess) error = copy_pieces(*transfer, stream);
-    if (error == cudaSuccess) error = sum_pieces(*transfer, stream);
-    if (error == cudaSuccess) error = cudaEventRecord(done, stream);
-    if (error == cudaSuccess) error = cudaEventSynchronize(done);
+EXPORT const char* transfer_pieces(const Transfer* transfer, const Lane* lane, cudaStream_t stream) {
+    const cudaError_t error = run(*transfer, *lane, stream);
     return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
-// Whoever waits for it sleeps. It lives as long as the process: one for each thread that moves KV.
-EXPORT const char* new_waiting_event(int device, cudaEvent_t* event) {
+EXPORT const char* new_lane(int device, int priority, Lane* lane) {
     cudaError_t error = cudaSetDevice(device);
-    if (error == cudaSuccess) error = cudaEventCreateWithFlags(event, cudaEventBlockingSync | cudaEventDisableTiming);
+    lane->device = device;
+    if (error == cudaSuccess) error = cudaStreamCreateWithPriority(&lane->sums, cudaStreamNonBlocking, priority);
+    for (cudaEvent_t* event : {&lane->copied, &lane->summed})
+        if (error == cudaSuccess) error = cudaEventCreateWithFlags(event, cudaEventBlockingSync | cudaEventDisableTiming);
     return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
-EXPORT int transfer_struct_bytes(int) { return sizeof(Transfer); }
+EXPORT void free_lane(const Lane* lane) {
+    cudaSetDevice(lane->device);
+    cudaStreamDestroy(lane->sums);
+    cudaEventDestroy(lane->copied);
+    cudaEventDestroy(lane->summed);
+    cudaGetLastError();
+}
+
+EXPORT int transfer_struct_bytes(int which) { return which == 0 ? sizeof(Transfer) : sizeof(Lane); }

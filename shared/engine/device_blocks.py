@@ -195,7 +195,7 @@ class DeviceBlocks:
         if not (self._sums_on_gpu and can_sum(run.run_nbytes, len(run.ids), run.alignment)):
             transfer.run(to, source, run.run_nbytes)
             return None
-        return int(transfer.run(to, source, run.run_nbytes, addresses, run.run_nbytes, len(run.ids))[0])
+        return int(transfer.run(to, source, run.run_nbytes, addresses, run.run_nbytes, len(run.ids), is_sum_beside=is_read)[0])
 
 
 def _address(data: memoryview) -> int:

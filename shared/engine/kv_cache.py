@@ -67,12 +67,18 @@ class KVCache:
                 staging_nbytes=settings.kv_staging_mib << 20,
                 max_chunk_nbytes=settings.kv_max_chunk_bytes,
                 is_debug=settings.debug,
+                sums_on_gpu=_sums_on_gpu(settings),
             )
         return HostBlocks(layout, self._bytes, self._segment.offer if self._segment is not None else None)
 
     @staticmethod
     def bytes_per_block(config: ModelConfig, block_size: int, itemsize: int) -> int:
         return config.kv_bytes_per_token(itemsize) * block_size
+
+
+def _sums_on_gpu(settings: Settings) -> bool:
+    """Two processes that compute on one GPU take turns: then each checksum makes the other wait."""
+    return settings.kv_checksum_device == "cuda" or (settings.kv_checksum_device == "auto" and torch.cuda.device_count() > 1)
 
 
 def _new_segment(size_bytes: int) -> SharedSegment | None:
