@@ -261,7 +261,8 @@ def measure_staged_here(options: argparse.Namespace, blocks: DeviceBlocks, num_b
     for num_threads in (1, 2, 4, 8):
         seconds = best_s(partial(in_threads, num_threads, num_blocks // 2, carry), options.repeat)
         report(
-            f"the same in one process, {num_threads} threads that read and write in turn", num_blocks * LAYOUT.block_nbytes / seconds / 1e9
+            f"GPU -> pinned shared memory -> GPU in one process, {num_threads} threads that read and write in turn",
+            num_blocks * LAYOUT.block_nbytes / seconds / 1e9,
         )
 
 

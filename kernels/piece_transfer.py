@@ -37,7 +37,11 @@ class _Transfer(ctypes.Structure):
 class _Lane(ctypes.Structure):
     """Mirrors `Lane` of kernels/csrc/piece_transfer.cu."""
 
-    _fields_ = (("device", ctypes.c_int), *((name, ctypes.c_void_p) for name in ("sums", "copied", "summed_event")))
+    _fields_ = (
+        ("device", ctypes.c_int),
+        ("num_calls", ctypes.c_uint32),
+        *((name, ctypes.c_void_p) for name in ("ticket", "sums", "summed", "done")),
+    )
 
 
 _PRIORITY = -1

@@ -3,6 +3,7 @@
 // The checksum is XXH3-64 (Collet, xxHash 0.8, seed 0, inputs longer than 240 bytes). It adds up 16 stripes of 64 bytes, then scrambles its
 // eight 64-bit accumulators, block of 1 KiB after block. The sums do not depend on each other, so twelve warps form them for a tile of
 // blocks; the scrambling does, and is one more warp's work on the tile before.
+#include <cuda.h>
 #include "launch.cuh"
 #include <chrono>
 #include <sched.h>
@@ -163,39 +164,58 @@ static cudaError_t sum_pieces(const Transfer& transfer, cudaStream_t stream) {
     return cudaSuccess;
 }
 
-// What a thread that moves KV has to itself.
+// What a thread that moves KV has to itself. `ticket` is pinned, and written by the GPU: the number of the last call that is done.
 struct Lane {
     int device;
+    uint32_t num_calls;
+    volatile uint32_t* ticket;
     cudaStream_t sums;
-    cudaEvent_t copied, summed;
+    cudaEvent_t summed, done;
 };
 
-// An interrupt wakes who sleeps 60 to 100 us late, and a chunk takes 150 us; a GPU that is busy otherwise is waited for asleep.
-static cudaError_t wait(cudaEvent_t event) {
-    constexpr auto AWAKE = std::chrono::microseconds(300);
-    for (const auto start = std::chrono::steady_clock::now(); std::chrono::steady_clock::now() - start < AWAKE; sched_yield()) {
-        const cudaError_t error = cudaEventQuery(event);
-        if (error != cudaErrorNotReady) return error;
-    }
-    cudaGetLastError();
-    return cudaEventSynchronize(event);
+typedef CUresult (*WriteValue)(CUstream, CUdeviceptr, cuuint32_t, unsigned);
+
+static WriteValue write_value() {
+    static const WriteValue found = [] {
+        void* function = nullptr;
+        cudaDriverEntryPointQueryResult result;
+        cudaGetDriverEntryPointByVersion("cuStreamWriteValue32", &function, 12000, cudaEnableDefault, &result);
+        cudaGetLastError();
+        return (WriteValue)function;
+    }();
+    return found;
 }
 
-static cudaError_t run(const Transfer& transfer, const Lane& lane, cudaStream_t stream) {
+// An interrupt wakes who sleeps 60 to 100 us late, and a chunk takes 150 us; a GPU that is busy otherwise is waited for asleep. Looking at
+// memory takes no lock of the driver's, which asking for the event's state does, to the cost of all other lanes.
+static cudaError_t wait(const Lane& lane, bool has_ticket) {
+    constexpr auto AWAKE = std::chrono::microseconds(300);
+    const auto start = std::chrono::steady_clock::now();
+    for (int i = 1; has_ticket && *lane.ticket != lane.num_calls; i++) {
+        if (i % 64 == 0) sched_yield();
+        if (std::chrono::steady_clock::now() - start > AWAKE) has_ticket = false;
+    }
+    if (has_ticket) return cudaSuccess;
+    return cudaEventSynchronize(lane.done);
+}
+
+static cudaError_t run(const Transfer& transfer, Lane& lane, cudaStream_t stream) {
     cudaError_t error = cudaSetDevice(lane.device);
-    const cudaStream_t sums = transfer.is_sum_beside ? lane.sums : stream;
-    if (transfer.is_sum_beside && error == cudaSuccess) error = sum_pieces(transfer, sums);
+    if (transfer.is_sum_beside && error == cudaSuccess) error = sum_pieces(transfer, lane.sums);
     if (error == cudaSuccess) error = copy_pieces(transfer, stream);
-    if (!transfer.is_sum_beside && error == cudaSuccess) error = sum_pieces(transfer, sums);
-    if (error == cudaSuccess) error = cudaEventRecord(lane.copied, stream);
-    if (error == cudaSuccess) error = cudaEventRecord(lane.summed, sums);
-    // Also after a failure, so that nothing writes to memory that the caller lets go.
-    const cudaError_t copied = wait(lane.copied), summed = wait(lane.summed);
-    return error != cudaSuccess ? error : copied != cudaSuccess ? copied : summed;
+    if (!transfer.is_sum_beside && error == cudaSuccess) error = sum_pieces(transfer, stream);
+    // What follows also after a failure, so that nothing writes to memory that the caller lets go.
+    if (transfer.is_sum_beside && cudaEventRecord(lane.summed, lane.sums) == cudaSuccess) cudaStreamWaitEvent(stream, lane.summed, 0);
+    lane.num_calls++;
+    const bool has_ticket =
+        write_value() != nullptr && write_value()((CUstream)stream, (CUdeviceptr)lane.ticket, lane.num_calls, 0) == CUDA_SUCCESS;
+    cudaError_t waited = cudaEventRecord(lane.done, stream);
+    if (waited == cudaSuccess) waited = wait(lane, has_ticket);
+    return error != cudaSuccess ? error : waited;
 }
 
 // Returns when everything queued on the stream before, the copies and the sums are done.
-EXPORT const char* transfer_pieces(const Transfer* transfer, const Lane* lane, cudaStream_t stream) {
+EXPORT const char* transfer_pieces(const Transfer* transfer, Lane* lane, cudaStream_t stream) {
     const cudaError_t error = run(*transfer, *lane, stream);
     return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
@@ -203,8 +223,10 @@ EXPORT const char* transfer_pieces(const Transfer* transfer, const Lane* lane, c
 EXPORT const char* new_lane(int device, int priority, Lane* lane) {
     cudaError_t error = cudaSetDevice(device);
     lane->device = device;
+    if (error == cudaSuccess) error = cudaHostAlloc((void**)&lane->ticket, sizeof(uint32_t), cudaHostAllocPortable);
+    if (error == cudaSuccess) *lane->ticket = lane->num_calls = 0;
     if (error == cudaSuccess) error = cudaStreamCreateWithPriority(&lane->sums, cudaStreamNonBlocking, priority);
-    for (cudaEvent_t* event : {&lane->copied, &lane->summed})
+    for (cudaEvent_t* event : {&lane->summed, &lane->done})
         if (error == cudaSuccess) error = cudaEventCreateWithFlags(event, cudaEventBlockingSync | cudaEventDisableTiming);
     return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
@@ -212,8 +234,9 @@ EXPORT const char* new_lane(int device, int priority, Lane* lane) {
 EXPORT void free_lane(const Lane* lane) {
     cudaSetDevice(lane->device);
     cudaStreamDestroy(lane->sums);
-    cudaEventDestroy(lane->copied);
     cudaEventDestroy(lane->summed);
+    cudaEventDestroy(lane->done);
+    cudaFreeHost((void*)lane->ticket);
     cudaGetLastError();
 }
 
