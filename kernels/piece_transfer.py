@@ -39,8 +39,7 @@ class _Lane(ctypes.Structure):
 
     _fields_ = (
         ("device", ctypes.c_int),
-        ("num_calls", ctypes.c_uint32),
-        *((name, ctypes.c_void_p) for name in ("ticket", "sums", "summed", "done")),
+        *((name, ctypes.c_void_p) for name in ("sums", "summed", "done")),
     )
 
 

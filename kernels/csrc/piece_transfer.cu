@@ -3,10 +3,7 @@
 // The checksum is XXH3-64 (Collet, xxHash 0.8, seed 0, inputs longer than 240 bytes). It adds up 16 stripes of 64 bytes, then scrambles its
 // eight 64-bit accumulators, block of 1 KiB after block. The sums do not depend on each other, so twelve warps form them for a tile of
 // blocks; the scrambling does, and is one more warp's work on the tile before.
-#include <cuda.h>
 #include "launch.cuh"
-#include <chrono>
-#include <sched.h>
 
 __constant__ uint8_t SECRET[192] = {
     0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c, 0xde, 0xd4, 0x6d, 0xe9, 0x83, 0x90, 0x97, 0xdb,
@@ -164,58 +161,28 @@ static cudaError_t sum_pieces(const Transfer& transfer, cudaStream_t stream) {
     return cudaSuccess;
 }
 
-// What a thread that moves KV has to itself. `ticket` is pinned, and written by the GPU: the number of the last call that is done.
+// What a thread that moves KV has to itself. Who waits for `done` sleeps: lanes that stay awake, asking for the event or looking at a word
+// that the GPU writes, take cores and the driver's lock from each other.
 struct Lane {
     int device;
-    uint32_t num_calls;
-    volatile uint32_t* ticket;
     cudaStream_t sums;
     cudaEvent_t summed, done;
 };
 
-typedef CUresult (*WriteValue)(CUstream, CUdeviceptr, cuuint32_t, unsigned);
-
-static WriteValue write_value() {
-    static const WriteValue found = [] {
-        void* function = nullptr;
-        cudaDriverEntryPointQueryResult result;
-        cudaGetDriverEntryPointByVersion("cuStreamWriteValue32", &function, 12000, cudaEnableDefault, &result);
-        cudaGetLastError();
-        return (WriteValue)function;
-    }();
-    return found;
-}
-
-// An interrupt wakes who sleeps 60 to 100 us late, and a chunk takes 150 us; a GPU that is busy otherwise is waited for asleep. Looking at
-// memory takes no lock of the driver's, which asking for the event's state does, to the cost of all other lanes.
-static cudaError_t wait(const Lane& lane, bool has_ticket) {
-    constexpr auto AWAKE = std::chrono::microseconds(300);
-    const auto start = std::chrono::steady_clock::now();
-    for (int i = 1; has_ticket && *lane.ticket != lane.num_calls; i++) {
-        if (i % 64 == 0) sched_yield();
-        if (std::chrono::steady_clock::now() - start > AWAKE) has_ticket = false;
-    }
-    if (has_ticket) return cudaSuccess;
-    return cudaEventSynchronize(lane.done);
-}
-
-static cudaError_t run(const Transfer& transfer, Lane& lane, cudaStream_t stream) {
+static cudaError_t run(const Transfer& transfer, const Lane& lane, cudaStream_t stream) {
     cudaError_t error = cudaSetDevice(lane.device);
     if (transfer.is_sum_beside && error == cudaSuccess) error = sum_pieces(transfer, lane.sums);
     if (error == cudaSuccess) error = copy_pieces(transfer, stream);
     if (!transfer.is_sum_beside && error == cudaSuccess) error = sum_pieces(transfer, stream);
     // What follows also after a failure, so that nothing writes to memory that the caller lets go.
     if (transfer.is_sum_beside && cudaEventRecord(lane.summed, lane.sums) == cudaSuccess) cudaStreamWaitEvent(stream, lane.summed, 0);
-    lane.num_calls++;
-    const bool has_ticket =
-        write_value() != nullptr && write_value()((CUstream)stream, (CUdeviceptr)lane.ticket, lane.num_calls, 0) == CUDA_SUCCESS;
     cudaError_t waited = cudaEventRecord(lane.done, stream);
-    if (waited == cudaSuccess) waited = wait(lane, has_ticket);
+    if (waited == cudaSuccess) waited = cudaEventSynchronize(lane.done);
     return error != cudaSuccess ? error : waited;
 }
 
 // Returns when everything queued on the stream before, the copies and the sums are done.
-EXPORT const char* transfer_pieces(const Transfer* transfer, Lane* lane, cudaStream_t stream) {
+EXPORT const char* transfer_pieces(const Transfer* transfer, const Lane* lane, cudaStream_t stream) {
     const cudaError_t error = run(*transfer, *lane, stream);
     return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
@@ -223,8 +190,6 @@ EXPORT const char* transfer_pieces(const Transfer* transfer, Lane* lane, cudaStr
 EXPORT const char* new_lane(int device, int priority, Lane* lane) {
     cudaError_t error = cudaSetDevice(device);
     lane->device = device;
-    if (error == cudaSuccess) error = cudaHostAlloc((void**)&lane->ticket, sizeof(uint32_t), cudaHostAllocPortable);
-    if (error == cudaSuccess) *lane->ticket = lane->num_calls = 0;
     if (error == cudaSuccess) error = cudaStreamCreateWithPriority(&lane->sums, cudaStreamNonBlocking, priority);
     for (cudaEvent_t* event : {&lane->summed, &lane->done})
         if (error == cudaSuccess) error = cudaEventCreateWithFlags(event, cudaEventBlockingSync | cudaEventDisableTiming);
@@ -236,7 +201,6 @@ EXPORT void free_lane(const Lane* lane) {
     cudaStreamDestroy(lane->sums);
     cudaEventDestroy(lane->summed);
     cudaEventDestroy(lane->done);
-    cudaFreeHost((void*)lane->ticket);
     cudaGetLastError();
 }
 
