@@ -42,6 +42,7 @@ def up(
     aggregated: Annotated[bool, typer.Option("--aggregated", help="No prefill workers: decode workers compute prompts too.")] = False,
     transport: Annotated[str | None, typer.Option(help="How KV travels: shm, ipc or tcp. Default: auto, the fastest that works.")] = None,
     load_format: Annotated[str | None, typer.Option(help="dummy: random weights, for a directory that has none.")] = None,
+    kv_wire_dtype: Annotated[str | None, typer.Option(help="How KV values travel: auto (unchanged) or fp8 (a quarter of fp32).")] = None,
     redis: RedisUrl = None,
     api_key: ApiKeys = None,
     as_json: Json = False,
@@ -53,9 +54,16 @@ def up(
     import os  # isort: skip
 
     settings = load_settings(
-        "router", model=model, host=host, port=port, aggregated=aggregated or None, api_keys=_joined(api_key), kv_transport=transport,
+        "router",
+        model=model,
+        host=host,
+        port=port,
+        aggregated=aggregated or None,
+        api_keys=_joined(api_key),
+        kv_transport=transport,
+        kv_wire_dtype=kv_wire_dtype,
         load_format=load_format,
-    )  # fmt: skip
+    )
     if settings.aggregated and prefill is not None:
         raise ConfigurationError("--prefill and --aggregated exclude each other: an aggregated system has no prefill workers")
     num_prefill = 0 if settings.aggregated else prefill or 1

@@ -38,12 +38,13 @@ class WorkerRecord(BaseModel):
     rpc_endpoint: str
     """ROUTER socket that takes RouterMessage frames, e.g. tcp://127.0.0.1:41000."""
     kv_ctrl_endpoint: str | None = None
-    """Decode only: where prefill workers open a KV transfer."""
+    """Where other workers open a KV transfer to this one."""
     kv_server_key: str = ""
     """The public CURVE key that answers there, in Z85."""
     model_name: str
     model_fingerprint: str
     dtype: str
+    kv_wire_dtype: Literal["auto", "fp8"] = "auto"
     block_size: int
     num_blocks: int
     max_model_len: int

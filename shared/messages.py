@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from shared.errors import ProtocolError
 from shared.sampling_params import BeamSearchParams, SamplingParams
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 MAX_BATCH_BYTES: Final = 1 << 20
 """A worker's frame takes no further message when it has this many."""
 FinishReason = Literal["stop", "length"]
@@ -30,15 +30,15 @@ FailureType = Literal["invalid_request", "overloaded", "unavailable", "deadline"
 
 class _FromRouter(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
-    version: Literal[2] = PROTOCOL_VERSION
+    version: Literal[3] = PROTOCOL_VERSION
 
 
 class _FromWorker(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
-    version: Literal[2] = PROTOCOL_VERSION
+    version: Literal[3] = PROTOCOL_VERSION
 
 
 class KVPeer(BaseModel):
-    """Where a decode worker takes KV blocks: its control endpoint, and the incarnation and key that must answer there."""
+    """Where a worker takes KV blocks: its control endpoint, and the incarnation and key that must answer there."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     worker_id: str
@@ -46,6 +46,16 @@ class KVPeer(BaseModel):
     incarnation: int
     server_key: str = ""
     """The public CURVE key of that incarnation, in Z85."""
+
+
+class PrefixPull(BaseModel):
+    """Part of a request: another worker was asked (SendPrefix) for the KV of the prompt's first `num_blocks` blocks, which cost less to
+    fetch than to compute. Whoever gets the request takes what comes within `timeout_s` of having room for it, and computes the rest."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    transfer_id: str
+    num_blocks: int = Field(ge=1)
+    timeout_s: float
 
 
 class PrefillRequest(_FromRouter):
@@ -62,6 +72,7 @@ class PrefillRequest(_FromRouter):
     """Seconds left for the whole request when this message was sent."""
     num_prompt_logprobs: int | None = None
     """As in SamplingParams; the answers go to the router as PromptLogprobs."""
+    prefix_pull: PrefixPull | None = None
     priority: int = 0
     traceparent: str = ""
 
@@ -79,8 +90,23 @@ class DecodeRequest(_FromRouter):
     """Answers to this prompt: drawn independently, or the best of a beam search."""
     beam_search: BeamSearchParams | None = None
     cache_salt: str | None = None
+    prefix_pull: PrefixPull | None = None
+    """Only where no transfer brings the prompt."""
     deadline_s: float
     priority: int = 0
+    traceparent: str = ""
+
+
+class SendPrefix(_FromRouter):
+    """Router -> either worker: offer the KV of these blocks to `peer` as transfer `transfer_id`, as many of the first ones as you have."""
+
+    kind: Literal["send_prefix"] = "send_prefix"
+    transfer_id: str = Field(pattern=r"^[0-9a-f]{32}$")
+    block_hashes: tuple[Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")], ...]
+    """In chain order, from the first block of the prompt on, hex."""
+    peer: KVPeer
+    deadline_s: float
+    """Seconds from now for which the blocks are kept for `peer`."""
     traceparent: str = ""
 
 
@@ -169,7 +195,7 @@ class Ping(_FromWorker, kw_only=True, frozen=True, tag="ping"):
     """Either worker -> a router whose requests it holds: are you there? Needs no answer; a router that is gone cannot be reached."""
 
 
-RouterMessage = PrefillRequest | DecodeRequest | AbortRequest | PrefillLost
+RouterMessage = PrefillRequest | DecodeRequest | SendPrefix | AbortRequest | PrefillLost
 WorkerMessage = RequestOutput | PromptLogprobs | WorkerTiming | RequestFailed | Ping
 
 _router_messages: TypeAdapter[RouterMessage] = TypeAdapter(Annotated[RouterMessage, Field(discriminator="kind")])

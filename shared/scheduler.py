@@ -79,6 +79,11 @@ class Scheduler:
         return any(request.status is RequestStatus.PREEMPTED or request.num_bypasses for request in list(self.waiting.values()))
 
     @property
+    def has_place(self) -> bool:
+        """A newcomer may start at once if there are blocks for it."""
+        return len(self.running) < self.limits.max_num_seqs and not self.has_waiting_for_blocks
+
+    @property
     def num_uncomputed_tokens(self) -> int:
         return sum(r.num_uncomputed_tokens for r in self.waiting.values()) + sum(r.num_uncomputed_tokens for r in self.running.values())
 

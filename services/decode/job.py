@@ -11,6 +11,7 @@ from services.decode.beam_search import BeamSearch
 from shared import telemetry
 from shared.engine.sampler import SamplingRow
 from shared.engine.structured_output import SequenceGuide
+from shared.messages import PrefixPull
 from shared.request import Request
 from shared.sampling_params import SamplingParams
 
@@ -48,6 +49,8 @@ class DecodeJob:
     """Empty when the request ignores EOS."""
     attempt: int
     span: Span
+    prefix_pull: PrefixPull | None = None
+    """What another worker was asked for, until it is known to be of no use."""
     num_sequences: int = 1
     """Answers wanted."""
     beam_search: BeamSearch | None = None

@@ -16,11 +16,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 
 import torch
 from opentelemetry.trace import Tracer
 
 from services.decode import beam_group
+from services.decode.awaited_blocks import AwaitedBlocks
 from services.decode.beam_search import BeamSearch, Hypothesis
 from services.decode.job import DecodeJob, DecodeSequence
 from services.decode.sequence_table import SequenceTable
@@ -48,13 +50,15 @@ from shared.model_files.model_source import ModelSource
 from shared.model_files.weight_reader import PendingWeights
 from shared.request import Request, RequestStatus
 from shared.sampling_params import SamplingParams
-from shared.transport.connector import CommitInfo
-from shared.transport.receiving.kv_receiver import KVReceiver
+from shared.transport.connector import CommitInfo, ReceiverEvents
 
 logger = logging.getLogger(__name__)
 
 GRAMMAR_TIMEOUT_S = 20.0
 """A request whose grammar keeps it waiting for longer ends. The router lets no grammar pass that took longer than a few seconds."""
+
+MAX_LOOK_AHEAD = 64
+"""Requests in the queue that are looked at when those before them wait for blocks of others."""
 
 
 class DecodeWorker(WorkerLoop):
@@ -73,29 +77,19 @@ class DecodeWorker(WorkerLoop):
         self._sequences = SequenceTable(self.engine.manager, self.engine.scheduler, settings.max_num_seqs)
         self._by_transfer: dict[str, str] = {}
         self._reserve_queue: deque[DecodeJob] = deque()
+        self._awaited = AwaitedBlocks()
         self._committed: list[tuple[DecodeSequence, torch.Tensor]] = []
         self._late: dict[str, tuple[DecodeSequence, torch.Tensor, float]] = {}
         """By the scheduler's request id: the hidden state of those that wait for their grammar, and until when."""
         self._grammars = Grammars(source.load_tokenizer, source.config.tokenizer_vocab_size, source.config.eos_token_ids)
         self._mask_grace_s = MASK_GRACE_S
         self._lock = threading.RLock()
-        self._hidden_nbytes = source.config.hidden_size * self.engine.dtype.itemsize
+        self._hidden_size = source.config.hidden_size
         self._counters = {"generation_tokens": 0, "local_prompt_tokens": 0, "kv_recompute_fallbacks": 0, "kv_transfer_failures": 0}
-        self._receiver = KVReceiver(
-            self.layout,
-            self.engine.cache.blocks(self.layout, settings),
-            self.incarnation,
-            self,
-            self.clock,
-            settings,
-            advertise_host=self.advertise_host,
-        )
+        self._receiver = self.prefixes.receiver
 
-    def kv_ctrl_endpoint(self) -> str | None:
-        return self._receiver.ctrl_endpoint
-
-    def kv_server_key(self) -> str:
-        return self._receiver.server_key
+    def receiver_events(self) -> ReceiverEvents:
+        return self
 
     # ---- rpc thread ---------------------------------------------------------------------------------------------------
     def accept(self, router: bytes, message: PrefillRequest | DecodeRequest) -> None:
@@ -126,6 +120,7 @@ class DecodeWorker(WorkerLoop):
             eos_token_ids=self._eos_token_ids(params),
             attempt=message.attempt,
             span=span,
+            prefix_pull=message.prefix_pull if message.transfer_id is None else None,
             num_sequences=message.num_sequences,
             beam_search=self._beam_search(message),
         )
@@ -162,31 +157,53 @@ class DecodeWorker(WorkerLoop):
         self.rpc.send(router, RequestFailed(request_id=request_id, message=text, error_type=error_type, retryable=is_retryable))
 
     def _reserve_from_queue(self) -> None:
-        """First come, first served: room for the next newcomer while there is some, and never before those that lost theirs."""
+        """First come, first served: room for the next newcomer while there is some, and never before those that lost theirs. Whose next
+        block is on the way for another stands aside until it is here, or will not come."""
         scheduler = self.engine.scheduler
         with self._lock:
-            while self._reserve_queue and not scheduler.has_waiting_for_blocks and self._num_placed < self.settings.max_num_seqs:
-                job = self._reserve_queue[0]
+            while not scheduler.has_waiting_for_blocks and self._num_placed < self.settings.max_num_seqs:
+                job = next((job for job in islice(self._reserve_queue, MAX_LOOK_AHEAD) if not self._is_awaiting(job.request)), None)
+                if job is None:
+                    return
+                if job.prefix_pull is not None and self.prefixes.join(job.prefix_pull, job.request, partial(self._queue_again, job)):
+                    job.prefix_pull = None
+                    self._reserve_queue.remove(job)
+                    continue
                 # Each row may need a block at its next token. Where nothing is placed nothing will come back: then it starts with what
                 # there is, and those of its sequences that find no room wait.
                 headroom = len(scheduler.running) + job.max_num_sequences - 1 if self._num_placed else 0
                 reservation = self.engine.manager.reserve(job.request, num_headroom_blocks=headroom)
                 if reservation is None:
                     return
-                self._reserve_queue.popleft()
+                self._reserve_queue.remove(job)
                 job.reserved_ns = time.time_ns()
-                if job.request.transfer_id is None:
-                    self.post(partial(self._compute_locally, job))
-                else:
+                if job.request.transfer_id is not None:
                     self._expect_transfer(job, job.request.transfer_id, reservation)
+                elif not self._pull_prefix(job, reservation):
+                    self.post(partial(self._compute_locally, job))
+
+    def _is_awaiting(self, request: Request) -> bool:
+        return bool(self._awaited) and self.engine.manager.first_missing(request) in self._awaited
 
     @property
     def _num_placed(self) -> int:
         """Sequences that hold their blocks."""
         return self._sequences.num_placed - len(self._reserve_queue)
 
+    def _pull_prefix(self, job: DecodeJob, reservation: Reservation) -> bool:
+        """True: the request goes on when another worker's blocks are here, or will not come."""
+        pull, then = job.prefix_pull, partial(self._compute_locally, job)
+        return pull is not None and self.prefixes.pull(pull, job.request, reservation, job.span, then)
+
+    def _queue_again(self, job: DecodeJob) -> None:
+        """Engine thread: the blocks that another request fetched are here, or will not come. It waits at its old place."""
+        with self._lock:
+            if self._jobs.get(job.request.request_id) is job:
+                self._reserve_queue.appendleft(job)
+
     def _expect_transfer(self, job: DecodeJob, transfer_id: str, reservation: Reservation) -> None:
         job.request.status = RequestStatus.WAITING_FOR_KV
+        self._awaited.add(job.request.request_id, job.request.block_hashes[reservation.num_cached_blocks :])
         self._receiver.expect(
             transfer_id,
             job.attempt,
@@ -233,8 +250,9 @@ class DecodeWorker(WorkerLoop):
         job = self._jobs.get(self._by_transfer.pop(transfer_id, ""))
         if job is None:
             return
-        if len(hidden_state) != self._hidden_nbytes:
-            self._recover(job, f"hidden state of {len(hidden_state)} bytes, expected {self._hidden_nbytes}")
+        dtype: torch.dtype = getattr(torch, info.src_dtype.name.lower())
+        if len(hidden_state) != self._hidden_size * dtype.itemsize:
+            self._recover(job, f"hidden state of {len(hidden_state)} bytes, expected {self._hidden_size} of {dtype}")
             return
         transfer = {"kv.transport": info.transport, "kv.bytes": info.num_bytes, "kv.wire_ms": 1000 * info.wire_s}
         job.span.add_event("kv.committed", {**transfer, "kv.chunks_resent": info.num_chunks_failed})
@@ -243,14 +261,20 @@ class DecodeWorker(WorkerLoop):
         request.num_computed_tokens = request.num_prompt_tokens
         request.num_cached_tokens = info.num_cached_tokens
         self.engine.manager.publish_full_blocks(request)
+        self._forget_awaited(request)
         self.engine.scheduler.add_running(request)
-        hidden = torch.frombuffer(bytearray(hidden_state), dtype=self.engine.dtype)
-        self._committed.append((job.sequences[0], hidden.to(self.engine.device)))
+        hidden = torch.frombuffer(bytearray(hidden_state), dtype=dtype)
+        self._committed.append((job.sequences[0], hidden.to(self.engine.device, self.engine.dtype)))
 
     def _transfer_failed(self, transfer_id: str, reason: str) -> None:
         job = self._jobs.get(self._by_transfer.pop(transfer_id, ""))
         if job is not None:
             self._recover(job, reason)
+
+    def _forget_awaited(self, request: Request) -> None:
+        """Its transfer has ended: others need not wait for it any longer."""
+        with self._lock:
+            self._awaited.remove(request.request_id)
 
     def _recover(self, job: DecodeJob, reason: str) -> None:
         """The prompt's KV will not come from prefill. Blocks taken for it hold nothing trustworthy and go back uncached."""
@@ -260,6 +284,7 @@ class DecodeWorker(WorkerLoop):
         with self._lock:
             if job in self._reserve_queue:
                 self._reserve_queue.remove(job)
+        self._forget_awaited(request)
         self.engine.manager.free(request.request_id)
         if self.settings.kv_failure_policy == "fail":
             self._end(request.request_id, f"KV transfer failed: {reason}", "transfer")
@@ -522,6 +547,9 @@ class DecodeWorker(WorkerLoop):
         request = job.request
         if request.transfer_id is not None and self._by_transfer.pop(request.transfer_id, None) is not None:
             self._receiver.abort(request.transfer_id, failure or "finished")  # returns when no lane writes into our blocks
+        self._forget_awaited(request)
+        if job.prefix_pull is not None:
+            self.prefixes.drop(job.prefix_pull, failure or "finished")
         for sequence in list(job.sequences.values()):
             self._forget(sequence)
         now_ns = time.time_ns()
@@ -564,8 +592,8 @@ class DecodeWorker(WorkerLoop):
         return len(self._sequences) - num_running, num_running, self._sequences.num_uncomputed_tokens
 
     def service_counters(self) -> dict[str, float]:
-        return {**self._counters, **self._receiver.counters()}
+        return {**self._counters}
 
     def close_transport(self) -> None:
-        self._receiver.close()
+        super().close_transport()
         self._grammars.close()

@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -121,13 +122,13 @@ class Stack:
         # A Redis of the user's may serve other stacks too: their workers must not be taken for ours.
         suffix = "" if self._redis is not None else f"@{socket.gethostname()}:{settings.port}"
         # Workers before the router: they take longest.
-        for role, count in (("prefill", plan.num_prefill), ("decode", plan.num_decode)):
+        counts: dict[Literal["prefill", "decode"], int] = {"prefill": plan.num_prefill, "decode": plan.num_decode}
+        for role, count in counts.items():
             num_threads = settings.num_threads or max(1, (os.cpu_count() or 1) // max(1, count))
             for index in range(count):
                 name = f"{role}-{index}"
                 extra = {"PAGEWIRE_WORKER_ID": name + suffix, "PAGEWIRE_NUM_THREADS": str(num_threads)}
-                if role == "decode":
-                    extra |= _kv_ports(index)
+                extra |= _kv_ports(role, index, plan.num_decode)
                 self._add(role, name, redis_url, extra)
         extra = {"PAGEWIRE_HOST": settings.host, "PAGEWIRE_PORT": str(settings.port), "PAGEWIRE_AGGREGATED": str(settings.aggregated)}
         if settings.api_keys is not None:
@@ -139,6 +140,7 @@ class Stack:
         environ = {"PAGEWIRE_LOG_LEVEL": "warning", **_without_keys(os.environ), "PAGEWIRE_MODEL": self._settings.model, **extra}
         environ["PAGEWIRE_KV_TRANSPORT"] = self._settings.kv_transport
         environ["PAGEWIRE_LOAD_FORMAT"] = self._settings.load_format
+        environ["PAGEWIRE_KV_WIRE_DTYPE"] = self._settings.kv_wire_dtype
         environ |= {"REDIS_URL": redis_url, "PAGEWIRE_REDIS_URL": redis_url}
         # What was settled here must not be settled otherwise for one role.
         for setting in ("MODEL", "REDIS_URL", "HOST", "PORT", "WORKER_ID", "AGGREGATED"):
@@ -227,11 +229,13 @@ class Stack:
         print(json.dumps(event), flush=True)
 
 
-def _kv_ports(index: int) -> dict[str, str]:
-    """Where ports are given, those of the first decode worker: each further one takes the next."""
-    settings = load_settings("decode")
+def _kv_ports(role: Literal["prefill", "decode"], index: int, num_decode: int) -> dict[str, str]:
+    """Where ports are given, those of the first worker: each further one takes the next, prefill after decode where they share one."""
+    settings = load_settings(role)
     ports = {"KV_PORT": settings.kv_port, "KV_ADVERTISE_PORT": settings.kv_advertise_port}
-    return {f"PAGEWIRE_DECODE_{name}": str(port + index * (1 + settings.kv_lanes)) for name, port in ports.items() if port}
+    is_shared = role == "prefill" and "PAGEWIRE_PREFILL_KV_PORT" not in os.environ
+    position = index + (num_decode if is_shared else 0)
+    return {f"PAGEWIRE_{role.upper()}_{name}": str(port + position * (1 + settings.kv_lanes)) for name, port in ports.items() if port}
 
 
 def _without_keys(environ: Mapping[str, str]) -> dict[str, str]:

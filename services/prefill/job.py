@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from opentelemetry.trace import Span
 
 from shared import telemetry
+from shared.messages import PrefixPull
 from shared.request import Request
 
 
@@ -19,6 +20,8 @@ class PrefillJob:
     router: bytes
     transfer_id: str
     span: Span
+    prefix_pull: PrefixPull | None = None
+    """What another worker was asked for, until it is known to be of no use."""
     received_ns: int = field(default_factory=time.time_ns)
     first_scheduled_ns: int = 0
     computed_ns: int = 0

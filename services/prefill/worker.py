@@ -27,7 +27,7 @@ from shared.messages import AbortRequest, DecodeRequest, PrefillRequest, Request
 from shared.model_files.model_source import ModelSource
 from shared.model_files.weight_reader import PendingWeights
 from shared.request import Request, RequestStatus
-from shared.transport.sending.kv_sender import KVSender
+from shared.transport.connector import SenderEvents
 
 
 class PrefillWorker(WorkerLoop):
@@ -45,8 +45,10 @@ class PrefillWorker(WorkerLoop):
         self._jobs: dict[str, PrefillJob] = {}  # by transfer id
         self._lock = threading.Lock()
         self._num_prompt_tokens_computed = 0
-        blocks = self.engine.cache.blocks(self.layout, settings)
-        self._sender = KVSender(self.layout, blocks, self.incarnation, self, self.clock, settings, self.worker_id)
+        self._sender = self.prefixes.sender
+
+    def sender_events(self) -> SenderEvents:
+        return self
 
     # ---- rpc thread ---------------------------------------------------------------------------------------------------
     def accept(self, router: bytes, message: PrefillRequest | DecodeRequest) -> None:
@@ -76,7 +78,7 @@ class PrefillWorker(WorkerLoop):
         request.update_block_hashes(self.engine.root, self.settings.block_size)
         span = telemetry.start_span(self.tracer, telemetry.SPAN_PREFILL, message.traceparent)
         span.set_attributes({"request.id": message.request_id, "worker.id": self.worker_id, "kv.transfer_id": message.transfer_id})
-        job = PrefillJob(request, router, message.transfer_id, span)
+        job = PrefillJob(request, router, message.transfer_id, span, message.prefix_pull)
         with self._lock:
             self._jobs[message.transfer_id] = job
         try:
@@ -123,13 +125,40 @@ class PrefillWorker(WorkerLoop):
     # ---- engine thread ------------------------------------------------------------------------------------------------
     def _admit(self, transfer_id: str) -> None:
         job = self._jobs.get(transfer_id)
-        if job is not None:
+        if job is not None and not self._pull_prefix(job):
             self.engine.scheduler.add(job.request)
+
+    def _pull_prefix(self, job: PrefillJob) -> bool:
+        """True: the request goes on when another worker's blocks are here, or will not come."""
+        request, pull = job.request, job.prefix_pull
+        if pull is None:
+            return False
+        if self.prefixes.join(pull, request, partial(self._admit, job.transfer_id)):
+            job.prefix_pull = None
+            return True
+        # Blocks that are waited for are not waited on: who finds no room for them computes, when there is some.
+        reservation = self.engine.manager.reserve(request) if self.engine.scheduler.has_place else None
+        if reservation is None:
+            self._drop_pull(job, "there is no room for it now")
+            return False
+        if not self.prefixes.pull(pull, request, reservation, job.span, partial(self._compute_rest, job)):
+            self._compute_rest(job)
+        return True
+
+    def _compute_rest(self, job: PrefillJob) -> None:
+        if self._jobs.get(job.transfer_id) is job:
+            self.engine.scheduler.add_running(job.request)
+
+    def _drop_pull(self, job: PrefillJob, reason: str) -> None:
+        if job.prefix_pull is not None:
+            self.prefixes.drop(job.prefix_pull, reason)
+            job.prefix_pull = None
 
     def _stop_computing(self, transfer_id: str) -> None:
         """After an abort: no more steps for it. Its blocks belong to the transfer until the transfer has ended (`_finish`)."""
         job = self._jobs.get(transfer_id)
         if job is not None:
+            self._drop_pull(job, "the request was aborted")
             self.engine.scheduler.remove(job.request.request_id, free_blocks=False)
 
     def before_schedule(self) -> None:
@@ -203,6 +232,7 @@ class PrefillWorker(WorkerLoop):
         if job is None:
             return
         request = job.request
+        self._drop_pull(job, failure or "finished")
         self.engine.scheduler.remove(request.request_id)
         self.engine.manager.free(request.request_id)
         request.status = RequestStatus.FINISHED
@@ -249,10 +279,7 @@ class PrefillWorker(WorkerLoop):
         return len(requests) - num_running, num_running, sum(request.num_uncomputed_tokens for request in requests)
 
     def service_counters(self) -> dict[str, float]:
-        return {"prompt_tokens_computed": self._num_prompt_tokens_computed, **self._sender.counters()}
-
-    def close_transport(self) -> None:
-        self._sender.close()
+        return {"prompt_tokens_computed": self._num_prompt_tokens_computed}
 
 
 def hidden_state_bytes(hidden: torch.Tensor) -> bytes:

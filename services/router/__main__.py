@@ -22,7 +22,7 @@ from services.router.http.http_protocol import HttpProtocol
 from services.router.metrics import RouterMetrics
 from services.router.openai.tool_calls import family_of, takes_tools
 from services.router.served_model import ChatRenderer, ServedModel
-from services.router.workers import Compatibility, WorkerDirectory, WorkerRole
+from services.router.workers import WorkerDirectory, WorkerRole
 from shared.cache.redis_prefix_index import RedisPrefixIndexReader, make_async_client
 from shared.clock import SystemClock
 from shared.config import Settings, load_settings
@@ -68,10 +68,8 @@ def build_parts(settings: Settings, model: ServedModel) -> RouterParts:
     tracer = setup_tracing("pagewire-router")
     client = make_async_client(settings.redis_url)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    dtype = None if settings.dtype == "auto" else settings.dtype
-    expected = Compatibility(model.fingerprint, settings.block_size, dtype)
     roles: tuple[WorkerRole, ...] = ("decode",) if settings.aggregated else ("prefill", "decode")
-    directory = WorkerDirectory(client, context, SystemClock(), settings.redis_namespace, settings.lease_s, expected, roles)
+    directory = WorkerDirectory(client, context, SystemClock(), settings.redis_namespace, settings.lease_s, model.fingerprint, roles)
     index = RedisPrefixIndexReader(client, settings.redis_namespace)
     metrics = RouterMetrics(model.name, directory)
     dispatcher = Dispatcher(directory, index, metrics, tracer, settings, model.fingerprint)

@@ -18,7 +18,7 @@ from services.router.openai.prompt_logprobs import PromptLogprobsAssembler
 from services.router.policy import Candidate, RequestFacts, Route, select
 from services.router.worker_client import WorkerGone
 from services.router.workers import Worker, WorkerDirectory
-from shared.block_hash import BlockHash, encode_extra_keys, hash_full_blocks, root_hash
+from shared.block_hash import BlockHash, encode_extra_keys, hash_full_blocks
 from shared.cache.prefix_index import Holder, PrefixIndexReader
 from shared.config import Settings
 from shared.errors import (
@@ -34,20 +34,24 @@ from shared.ids import new_transfer_id
 from shared.messages import (
     AbortRequest,
     DecodeRequest,
-    KVPeer,
     PrefillLost,
     PrefillRequest,
+    PrefixPull,
     PromptLogprobs,
     RequestFailed,
     RequestOutput,
+    SendPrefix,
     WorkerMessage,
 )
 from shared.sampling_params import BeamSearchParams, SamplingParams
 from shared.telemetry import SPAN_ROUTE, start_span
+from shared.transport.protocol.kv_format import KVFormat
 
 WORKER_WAIT_S = 5.0
 """How long a request whose worker died waits for another one to appear."""
 _WAIT_STEP_S = 0.05
+PREFIX_HOLD_S = 3.0
+"""How long a holder keeps a prefix for a worker that has no room for it yet."""
 _RETRY_BACKOFF_S = 0.05
 _ERROR_CLASSES: dict[str, type[PagewireError]] = {
     "invalid_request": InvalidRequestError,
@@ -123,10 +127,13 @@ class _Pair:
     route: Route
     decode: Worker
     prefill: Worker | None
+    prefix_holder: Worker | None
+    """Who has what `route.pull` wants."""
 
     @property
-    def prefill_holder(self) -> Holder:
-        return (self.prefill or self.decode).holder
+    def computing(self) -> Worker:
+        """Who computes the prompt."""
+        return self.prefill or self.decode
 
 
 class Dispatcher:
@@ -200,23 +207,17 @@ class Dispatcher:
     async def _choose(self, request: EngineRequest, avoid: set[Holder], last_error: PagewireError | None) -> _Pair | None:
         is_aggregated = self._settings.aggregated
         prefill, decode = [] if is_aggregated else self._directory.usable("prefill"), self._directory.usable("decode")
-        dtype = self._directory.dtype
-        if not decode or dtype is None:
+        if not decode:
             return None
         span = start_span(self._tracer, SPAN_ROUTE, request.traceparent)
         try:
-            block_size = self._settings.block_size
-            prompt = request.prompt
-            root = root_hash(self._model_fingerprint, dtype, block_size)
             facts = RequestFacts(
-                len(prompt.token_ids),
-                block_size,
+                len(request.prompt.token_ids),
                 self._settings.local_prefill_max_tokens,
                 is_aggregated,
                 is_scored=request.sampling.num_prompt_logprobs is not None,
             )
-            hashes = prompt.hashes(root, block_size)[: facts.max_usable_blocks]
-            overlap = await self._index.match([worker.holder for worker in (*prefill, *decode)], hashes)
+            overlap = await self._overlap([*prefill, *decode], request.prompt)
             # Those that failed this request are a second choice, except a full one: there it would only wait in the wrong place.
             is_strict = isinstance(last_error, OverloadedError)
             by_id: dict[Holder, Worker] = {worker.holder: worker for worker in (*prefill, *decode)}
@@ -232,14 +233,29 @@ class Dispatcher:
                     "pagewire.route.prefill_overlap_blocks": route.prefill_overlap_blocks,
                     "pagewire.route.decode_overlap_blocks": route.decode_overlap_blocks,
                     "pagewire.route.predicted_ms": route.predicted_ms,
-                    "pagewire.route.num_prompt_blocks": len(hashes),
+                    "pagewire.route.num_prompt_blocks": facts.num_blocks(route.decode),
+                    "pagewire.route.prefix_holder": route.pull.holder.worker_id if route.pull else "",
+                    "pagewire.route.pull_blocks": route.pull.num_blocks if route.pull else 0,
                 }
             )
-            decode_worker = by_id[Holder(route.decode.worker_id, route.decode.incarnation)]
-            prefill_worker = by_id[Holder(route.prefill.worker_id, route.prefill.incarnation)] if route.prefill else None
-            return _Pair(route, decode_worker, prefill_worker)
+            decode_worker = by_id[route.decode.identity]
+            prefill_worker = by_id[route.prefill.identity] if route.prefill else None
+            return _Pair(route, decode_worker, prefill_worker, by_id[route.pull.holder.identity] if route.pull else None)
         finally:
             span.end()
+
+    async def _overlap(self, workers: Sequence[Worker], prompt: Prompt) -> dict[Holder, int]:
+        """Blocks of each worker's own size that it has of the prompt. One round trip for each format there is, all at once."""
+        by_format: dict[KVFormat, list[Holder]] = {}
+        for worker in workers:
+            by_format.setdefault(worker.kv_format, []).append(worker.holder)
+        lookups = [self._index.match(holders, self._hashes(prompt, kv_format)) for kv_format, holders in by_format.items()]
+        return {holder: overlap for found in await asyncio.gather(*lookups) for holder, overlap in found.items()}
+
+    def _hashes(self, prompt: Prompt, kv_format: KVFormat) -> list[BlockHash]:
+        """Of the blocks that can be of use: without one that holds the last token."""
+        num_blocks = (len(prompt.token_ids) - 1) // kv_format.block_size
+        return prompt.hashes(kv_format.root(self._model_fingerprint), kv_format.block_size)[:num_blocks]
 
     async def _attempt(
         self, request: EngineRequest, request_id: str, attempt: int, pair: _Pair, has_ended: Callable[[int], bool]
@@ -296,7 +312,7 @@ class Dispatcher:
                     raise _RetryableFailure(WorkerFailedError(mail.reason, retry_after_s=1.0), decode.holder)
                 elif isinstance(mail, _PrefillRefused):
                     if not has_first_token:
-                        raise _RetryableFailure(mail.error, pair.prefill_holder)
+                        raise _RetryableFailure(mail.error, pair.computing.holder)
                 elif isinstance(mail, _Deadline):
                     raise DeadlineExceededError(f"the request did not finish within {self._settings.request_timeout_s:g} s")
                 if request.prompt_logprobs is None or request.prompt_logprobs.is_complete:
@@ -315,7 +331,7 @@ class Dispatcher:
                                 decode.client.send(abort)
                 elif held and has_prefill_ended:
                     raise _RetryableFailure(
-                        WorkerFailedError("the prompt's log-probabilities were lost with a worker"), pair.prefill_holder
+                        WorkerFailedError("the prompt's log-probabilities were lost with a worker"), pair.computing.holder
                     )
         finally:
             timer.cancel()
@@ -328,17 +344,16 @@ class Dispatcher:
                     worker.client.send(AbortRequest(request_id=request_id, reason="the router no longer waits for it"))
 
     def _count_load(self, request: EngineRequest, request_id: str, pair: _Pair) -> None:
-        num_tokens, block_size = len(request.prompt.token_ids), self._settings.block_size
-        if pair.prefill is None:
-            pair.decode.assign(request_id, num_tokens - pair.route.decode_overlap_blocks * block_size)
-        else:
+        if pair.prefill is not None:
             pair.decode.assign(request_id, 0)
-            pair.prefill.assign(request_id, num_tokens - pair.route.prefill_overlap_blocks * block_size)
+        num_tokens = len(request.prompt.token_ids) - pair.route.num_saved_tokens
+        pair.computing.assign(request_id, num_tokens)
 
     def _send(self, request: EngineRequest, request_id: str, attempt: int, pair: _Pair) -> None:
         """Decode first: it reserves while the other message is still on its way. Neither waits for the other."""
         transfer_id = new_transfer_id() if pair.prefill is not None else None
         left_s = max(0.0, request.deadline_s - asyncio.get_running_loop().time())
+        prefix_pull = self._ask_for_prefix(request, pair, left_s)
         decode_request = DecodeRequest(
             request_id=request_id,
             transfer_id=transfer_id,
@@ -348,6 +363,7 @@ class Dispatcher:
             num_sequences=request.num_sequences,
             beam_search=request.beam_search,
             cache_salt=request.prompt.cache_salt,
+            prefix_pull=prefix_pull if pair.prefill is None else None,
             deadline_s=left_s,
             priority=request.priority,
             traceparent=request.traceparent,
@@ -356,26 +372,37 @@ class Dispatcher:
             raise _RetryableFailure(WorkerFailedError("the decode worker takes no messages"), pair.decode.holder)
         if pair.prefill is None or transfer_id is None:
             return
-        record = pair.decode.record
         prefill_request = PrefillRequest(
             request_id=request_id,
             transfer_id=transfer_id,
             attempt=attempt,
             token_ids=request.prompt.token_ids,
             cache_salt=request.prompt.cache_salt,
-            decode=KVPeer(
-                worker_id=record.worker_id,
-                ctrl_endpoint=record.kv_ctrl_endpoint or "",
-                incarnation=record.incarnation,
-                server_key=record.kv_server_key,
-            ),
+            decode=pair.decode.kv_peer,
             deadline_s=left_s,
             num_prompt_logprobs=request.sampling.num_prompt_logprobs,
+            prefix_pull=prefix_pull,
             priority=request.priority,
             traceparent=request.traceparent,
         )
         if not pair.prefill.client.send(prefill_request):
             raise _RetryableFailure(WorkerFailedError("the prefill worker takes no messages"), pair.prefill.holder)
+
+    def _ask_for_prefix(self, request: EngineRequest, pair: _Pair, left_s: float) -> PrefixPull | None:
+        """Before anyone waits for it; None also when the holder takes no messages."""
+        pull = pair.route.pull
+        if pull is None or pair.prefix_holder is None:
+            return None
+        wanted = PrefixPull(transfer_id=new_transfer_id(), num_blocks=pull.num_blocks, timeout_s=pull.timeout_s)
+        hashes = self._hashes(request.prompt, pair.computing.kv_format)
+        message = SendPrefix(
+            transfer_id=wanted.transfer_id,
+            block_hashes=tuple(block_hash.hex() for block_hash in hashes[: pull.num_blocks]),
+            peer=pair.computing.kv_peer,
+            deadline_s=min(left_s, PREFIX_HOLD_S + pull.timeout_s),
+            traceparent=request.traceparent,
+        )
+        return wanted if pair.prefix_holder.client.send(message) else None
 
     def _note_prefill(self, worker: Worker, request_id: str, mail: WorkerMessage | WorkerGone, mailbox: Mailbox[Mail]) -> None:
         """News from prefill. Decode learns of a failed transfer by itself, and what decode says counts; but of a request that prefill

@@ -3,12 +3,16 @@
 Every candidate is priced on its own: what waits there before this request, plus what this request itself would cost there. A
 cached prefix makes a worker cheaper by the tokens it saves, a queue makes it dearer by the time it takes, so a popular prefix
 spreads as soon as waiting for its holder costs more than computing it elsewhere, and one busy worker changes nothing for the rest.
+What a worker lacks of a prefix it may fetch from another that has it, where that costs less than computing it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from shared.cache.prefix_index import Holder
+from shared.transport.protocol.kv_format import KVFormat
 
 DEFAULT_TOKENS_PER_S = 2000.0
 """Assumed prefill speed of a worker that has not measured its own and has no peers that did."""
@@ -19,6 +23,16 @@ SEQUENCE_MS = 4.0
 NO_BLOCKS_MS = 1000.0
 """Waiting for another request to finish, when a decode pool has no room for this one."""
 TRANSFER_MS_PER_BLOCK = 0.05
+PULL_OVERHEAD_MS = 10.0
+"""What it costs to have a prefix from another worker, whatever its length: two messages more, and the step it comes too late for."""
+PULL_MS_PER_BLOCK = 0.5
+"""Reading, checking and publishing a block; over the wires of one host and well above what they need (bench/kv_transfer.py)."""
+MAX_PULL_MS = 1000.0
+"""A prefix that is expected to take longer is computed: waiting for it would have to be allowed to take too long."""
+PULL_GRACE_MS = 500.0
+"""A pull may be late by this and by the time it was to save; then the prompt is computed as if there had been no pull."""
+
+_COMMON_FORMAT = KVFormat("float32", 16)
 
 
 @dataclass(frozen=True)
@@ -35,27 +49,48 @@ class Candidate:
     num_blocks_used: int = 0
     num_assigned: int = 0
     """Requests the router ever sent there: breaks ties, so that equal workers take turns."""
+    kv_format: KVFormat = _COMMON_FORMAT
+    can_pull: bool = True
+    """It has said where it takes KV blocks."""
+
+    @property
+    def identity(self) -> Holder:
+        return Holder(self.worker_id, self.incarnation)
 
 
 @dataclass(frozen=True)
 class RequestFacts:
     num_prompt_tokens: int
-    block_size: int
     local_prefill_max_tokens: int
     is_aggregated: bool = False
     """Decode workers compute every prompt themselves."""
     is_scored: bool = False
     """The log-probabilities of the prompt are asked for: whoever computes it computes all of it."""
 
-    @property
-    def max_usable_blocks(self) -> int:
-        """The KV of the last prompt token has always to be computed, so a block that holds it is of no use."""
-        return (self.num_prompt_tokens - 1) // self.block_size
+    def num_blocks(self, worker: Candidate) -> int:
+        return -(-self.num_prompt_tokens // worker.kv_format.block_size)
 
-    @property
-    def max_saved_blocks(self) -> int:
-        """Cached blocks that whoever computes the prompt need not compute."""
-        return 0 if self.is_scored else self.max_usable_blocks
+    def num_uncached_tokens(self, worker: Candidate, num_blocks: int) -> int:
+        """Without the leading `num_blocks` of its size."""
+        return self.num_prompt_tokens - num_blocks * worker.kv_format.block_size
+
+    def usable_blocks(self, worker: Candidate) -> int:
+        """Of those it has. The KV of the last prompt token has always to be computed, so a block that holds it is of no use."""
+        return min(worker.overlap_blocks, (self.num_prompt_tokens - 1) // worker.kv_format.block_size)
+
+    def saved_blocks(self, worker: Candidate) -> int:
+        """Of those it has: what it need not compute."""
+        return 0 if self.is_scored else self.usable_blocks(worker)
+
+
+@dataclass(frozen=True)
+class Pull:
+    """Whoever computes the prompt first fetches its leading `num_blocks` from `holder`."""
+
+    holder: Candidate
+    num_blocks: int
+    timeout_s: float
+    """After which it goes on without them."""
 
 
 @dataclass(frozen=True)
@@ -67,51 +102,95 @@ class Route:
     prefill_overlap_blocks: int
     decode_overlap_blocks: int
     predicted_ms: float
+    pull: Pull | None = None
 
     @property
     def is_local(self) -> bool:
         return self.prefill is None
 
+    @property
+    def num_saved_tokens(self) -> int:
+        """Of the prompt, that whoever computes it will not compute."""
+        own = self.decode_overlap_blocks if self.is_local else self.prefill_overlap_blocks
+        return (own if self.pull is None else self.pull.num_blocks) * (self.prefill or self.decode).kv_format.block_size
+
+
+@dataclass(frozen=True)
+class _Prefix:
+    """What one worker need not compute of a prompt, and what fetching a part of it costs."""
+
+    num_blocks: int
+    pull_ms: float = 0.0
+    pull: Pull | None = None
+
 
 def select(facts: RequestFacts, prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> Route | None:
     """The cheapest pair, or None when no pair exists. A local route needs no prefill worker."""
-    tokens_per_s = _typical_speed([*prefill, *decode])
-    best_prefill = min(prefill, key=lambda candidate: _rank(candidate, prefill_cost_ms(facts, candidate, tokens_per_s)), default=None)
-    remote_ms = prefill_cost_ms(facts, best_prefill, tokens_per_s) if best_prefill is not None else None
+    workers = [*prefill, *decode]
+    tokens_per_s = _typical_speed(workers)
+    prefixes = {candidate.worker_id: _prefix(facts, candidate, workers, tokens_per_s) for candidate in workers}
+
+    def computing_ms(candidate: Candidate) -> float:
+        return prefill_cost_ms(facts, candidate, prefixes[candidate.worker_id], tokens_per_s)
+
+    by_cost = sorted(prefill, key=lambda candidate: _rank(candidate, computing_ms(candidate)))
     best: tuple[tuple[float, int, int, str], Route] | None = None
     for candidate in decode:
-        usable = min(candidate.overlap_blocks, facts.max_usable_blocks)
-        saved = min(candidate.overlap_blocks, facts.max_saved_blocks)
-        tail = facts.num_prompt_tokens - saved * facts.block_size
+        routes = []
         wait_ms = decode_wait_ms(facts, candidate)
-        if facts.is_aggregated or (saved >= 1 and tail <= facts.local_prefill_max_tokens):
-            cost_ms = wait_ms + _compute_ms(candidate, candidate.num_waiting_tokens + tail, tokens_per_s)
-            route = Route(None, candidate, 0, saved, cost_ms)
-        elif best_prefill is not None and remote_ms is not None:
-            missing = -(-facts.num_prompt_tokens // facts.block_size) - usable
-            cost_ms = wait_ms + remote_ms + missing * TRANSFER_MS_PER_BLOCK
-            overlap = min(best_prefill.overlap_blocks, facts.max_saved_blocks)
-            route = Route(best_prefill, candidate, overlap, usable, cost_ms)
-        else:
-            continue
-        rank = _rank(candidate, cost_ms)
-        if best is None or rank < best[0]:
-            best = (rank, route)
+        usable, saved = facts.usable_blocks(candidate), facts.saved_blocks(candidate)
+        best_prefill = next((other for other in by_cost if other.kv_format.can_send_to(candidate.kv_format)), None)
+        prefix = prefixes[candidate.worker_id]
+        is_near_complete = saved >= 1 and facts.num_uncached_tokens(candidate, saved) <= facts.local_prefill_max_tokens
+        if facts.is_aggregated or (
+            prefix.num_blocks >= 1 and facts.num_uncached_tokens(candidate, prefix.num_blocks) <= facts.local_prefill_max_tokens
+        ):
+            num_tokens = candidate.num_waiting_tokens + facts.num_uncached_tokens(candidate, prefix.num_blocks)
+            cost_ms = wait_ms + prefix.pull_ms + _compute_ms(candidate, num_tokens, tokens_per_s)
+            routes.append(Route(None, candidate, 0, saved, cost_ms, prefix.pull))
+        if best_prefill is not None and not facts.is_aggregated and not is_near_complete:
+            missing = facts.num_blocks(candidate) - usable
+            cost_ms = wait_ms + computing_ms(best_prefill) + missing * TRANSFER_MS_PER_BLOCK
+            routes.append(
+                Route(best_prefill, candidate, facts.saved_blocks(best_prefill), usable, cost_ms, prefixes[best_prefill.worker_id].pull)
+            )
+        for route in routes:
+            rank = _rank(candidate, route.predicted_ms)
+            if best is None or rank < best[0]:
+                best = (rank, route)
     return best[1] if best else None
 
 
-def prefill_cost_ms(facts: RequestFacts, candidate: Candidate, default_tokens_per_s: float = DEFAULT_TOKENS_PER_S) -> float:
-    """Time until `candidate` would have computed this prompt."""
-    saved = min(candidate.overlap_blocks, facts.max_saved_blocks)
-    uncached = facts.num_prompt_tokens - saved * facts.block_size
-    queue_ms = candidate.num_requests * REQUEST_OVERHEAD_MS
-    return queue_ms + _compute_ms(candidate, candidate.num_waiting_tokens + uncached, default_tokens_per_s)
+def prefill_cost_ms(
+    facts: RequestFacts, candidate: Candidate, prefix: _Prefix | None = None, default_tokens_per_s: float = DEFAULT_TOKENS_PER_S
+) -> float:
+    """Time until `candidate` would have computed this prompt; without a `prefix`, with the blocks that it has."""
+    prefix = prefix or _Prefix(facts.saved_blocks(candidate))
+    num_tokens = candidate.num_waiting_tokens + facts.num_uncached_tokens(candidate, prefix.num_blocks)
+    return candidate.num_requests * REQUEST_OVERHEAD_MS + prefix.pull_ms + _compute_ms(candidate, num_tokens, default_tokens_per_s)
+
+
+def _prefix(facts: RequestFacts, candidate: Candidate, holders: Sequence[Candidate], default_tokens_per_s: float) -> _Prefix:
+    """With what the best of `holders` other than itself has besides, if fetching that costs less than computing it."""
+    own = facts.saved_blocks(candidate)
+    # Where the formats differ, so do the hashes: such a worker could not be told what is wanted.
+    others = [holder for holder in holders if holder.worker_id != candidate.worker_id and holder.kv_format == candidate.kv_format]
+    holder = max(others, key=lambda other: (other.overlap_blocks, -other.num_requests, other.worker_id), default=None)
+    if holder is None or not candidate.can_pull:
+        return _Prefix(own)
+    num_blocks = facts.saved_blocks(holder)
+    pull_ms = PULL_OVERHEAD_MS + (num_blocks - own) * PULL_MS_PER_BLOCK
+    compute_ms = _compute_ms(candidate, (num_blocks - own) * candidate.kv_format.block_size, default_tokens_per_s)
+    if pull_ms >= min(compute_ms, MAX_PULL_MS):
+        return _Prefix(own)
+    timeout_s = (PULL_GRACE_MS + min(compute_ms, MAX_PULL_MS)) / 1000
+    return _Prefix(num_blocks, pull_ms, Pull(holder, num_blocks, timeout_s))
 
 
 def decode_wait_ms(facts: RequestFacts, candidate: Candidate) -> float:
     """How much later the first token comes for what already runs on `candidate`."""
     cost_ms = candidate.num_requests * SEQUENCE_MS
-    needed = -(-facts.num_prompt_tokens // facts.block_size) + 1
+    needed = facts.num_blocks(candidate) + 1
     if candidate.num_blocks_total and candidate.num_blocks_used + needed > candidate.num_blocks_total:
         cost_ms += NO_BLOCKS_MS
     return cost_ms

@@ -22,7 +22,8 @@ from shared.cache.prefix_index import Holder
 from shared.cache.redis_prefix_index import SOCKET_TIMEOUT_S
 from shared.clock import Clock
 from shared.membership import WorkerRecord, parse_record, worker_key, workers_key
-from shared.messages import WorkerTiming
+from shared.messages import KVPeer, WorkerTiming
+from shared.transport.protocol.kv_format import KVFormat
 
 _logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.2
@@ -59,6 +60,23 @@ class Worker:
             num_blocks_total=self.record.num_blocks,
             num_blocks_used=stats.num_blocks_used,
             num_assigned=self.num_assigned,
+            kv_format=self.kv_format,
+            can_pull=self.record.kv_ctrl_endpoint is not None,
+        )
+
+    @property
+    def kv_format(self) -> KVFormat:
+        return KVFormat(self.record.dtype, self.record.block_size, self.record.kv_wire_dtype)
+
+    @property
+    def kv_peer(self) -> KVPeer:
+        """Where it takes KV blocks."""
+        record = self.record
+        return KVPeer(
+            worker_id=record.worker_id,
+            ctrl_endpoint=record.kv_ctrl_endpoint or "",
+            incarnation=record.incarnation,
+            server_key=record.kv_server_key,
         )
 
     def assign(self, request_id: str, num_tokens: int) -> None:
@@ -67,15 +85,6 @@ class Worker:
 
     def release(self, request_id: str) -> None:
         self.outstanding.pop(request_id, None)
-
-
-@dataclass(frozen=True)
-class Compatibility:
-    """What a record must say to be used by this router. `dtype` None: that of the first worker that comes."""
-
-    model_fingerprint: str
-    block_size: int
-    dtype: str | None
 
 
 class WorkerDirectory:
@@ -88,7 +97,7 @@ class WorkerDirectory:
         clock: Clock,
         namespace: str,
         lease_s: float,
-        expected: Compatibility,
+        model_fingerprint: str,
         required_roles: tuple[WorkerRole, ...],
     ) -> None:
         self._client = client
@@ -96,7 +105,7 @@ class WorkerDirectory:
         self._clock = clock
         self._namespace = namespace
         self._lease_s = lease_s
-        self._expected = expected
+        self._model_fingerprint = model_fingerprint
         self.required_roles = required_roles
         self._workers: dict[str, Worker] = {}
         self._barred_until_s: dict[Holder, float] = {}
@@ -132,14 +141,10 @@ class WorkerDirectory:
 
     @property
     def is_ready(self) -> bool:
-        return all(self.usable(role) for role in self.required_roles)
-
-    @property
-    def dtype(self) -> str | None:
-        """The dtype all workers share; None while there is none."""
-        if self._expected.dtype is not None:
-            return self._expected.dtype
-        return next((worker.record.dtype for worker in self._workers.values()), None)
+        """There is a worker of each kind, and where it takes two, two that can exchange KV."""
+        if self.required_roles == ("decode",):
+            return bool(self.usable("decode"))
+        return any(self._matches(worker, "decode") for worker in self.usable("prefill"))
 
     def max_model_len(self, limit: int) -> int:
         """The longest sequence that every worker and `limit` allow."""
@@ -207,18 +212,18 @@ class WorkerDirectory:
                 self._add(record)
 
     def _is_compatible(self, holder: Holder, record: WorkerRecord) -> bool:
-        dtype = self.dtype
-        for name, ours, theirs in (
-            ("model_fingerprint", self._expected.model_fingerprint, record.model_fingerprint),
-            ("block_size", self._expected.block_size, record.block_size),
-            ("dtype", dtype or record.dtype, record.dtype),
-        ):
-            if ours != theirs:
-                if holder not in self._refused:
-                    _logger.warning("worker %s is refused: its %s is %r, this router's is %r", holder.worker_id, name, theirs, ours)
-                    self._refused.add(holder)
-                return False
-        return True
+        ours, theirs = self._model_fingerprint, record.model_fingerprint
+        if ours != theirs and holder not in self._refused:
+            _logger.warning("worker %s is refused: its model_fingerprint is %r, this router's is %r", holder.worker_id, theirs, ours)
+            self._refused.add(holder)
+        return ours == theirs
+
+    def _matches(self, worker: Worker, role: WorkerRole) -> list[Worker]:
+        """Usable workers of the other role with which it can exchange KV."""
+        others = self.usable(role)
+        if worker.record.role == "prefill":
+            return [other for other in others if worker.kv_format.can_send_to(other.kv_format)]
+        return [other for other in others if other.kv_format.can_send_to(worker.kv_format)]
 
     def _add(self, record: WorkerRecord) -> None:
         client = WorkerClient(
@@ -228,6 +233,12 @@ class WorkerDirectory:
         self._workers[record.worker_id] = worker
         client.start()
         _logger.info("worker %s (%s) joined at %s", record.worker_id, record.role, record.rpc_endpoint)
+        role: WorkerRole = "decode" if record.role == "prefill" else "prefill"
+        if role in self.required_roles and self.usable(role) and not self._matches(worker, role):
+            _logger.warning(
+                "worker %s (%s) can exchange KV with no %s worker here: it has %s, they have %s",
+                record.worker_id, record.role, role, worker.kv_format, [other.kv_format for other in self.usable(role)],
+            )  # fmt: skip
 
     def _disconnected(self, worker: Worker) -> None:
         # Its record lives on for up to a lease. If it is still there after that, only the connection broke: then it may come back.

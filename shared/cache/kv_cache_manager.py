@@ -6,7 +6,7 @@ The engine thread and the control thread (which reserves blocks for incoming tra
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shared.block_hash import BlockHash
@@ -83,6 +83,25 @@ class KVCacheManager:
                 self.num_hit_tokens += request.num_computed_tokens
             return Reservation([block.block_id for block in hits + fresh], len(hits))
 
+    def pin(self, holder_id: str, block_hashes: Sequence[BlockHash]) -> list[int]:
+        """Blocks that are cached under the leading ones of `block_hashes`. They belong to `holder_id`, which holds nothing yet, until
+        `free`, and none of them is evicted meanwhile."""
+        with self.lock:
+            assert holder_id not in self._blocks, "holds blocks already"
+            blocks = self._leading_run(block_hashes)
+            self.pool.touch(blocks)
+            self._blocks[holder_id] = blocks
+            return [block.block_id for block in blocks]
+
+    def first_missing(self, request: Request) -> BlockHash | None:
+        """The hash of the first block that `request` could take from the cache and that is not there."""
+        if not self._enable_prefix_caching:
+            return None
+        wanted = request.block_hashes[: request.num_cacheable_tokens // self.block_size]
+        with self.lock:
+            num_hits = len(self._leading_run(wanted))
+        return wanted[num_hits] if num_hits < len(wanted) else None
+
     def fork(self, request_id: str, child_id: str) -> None:
         """Give `child_id`, which holds nothing, every block that `request_id` holds, by reference. Costs no block: the partly filled
         tail is copied in `grow`, by whoever writes to it while another still holds it, so the last one keeps the original."""
@@ -141,8 +160,11 @@ class KVCacheManager:
     def _match(self, request: Request) -> list[KVCacheBlock]:
         if not self._enable_prefix_caching:
             return []
+        return self._leading_run(request.block_hashes[: request.num_cacheable_tokens // self.block_size])
+
+    def _leading_run(self, block_hashes: Sequence[BlockHash]) -> list[KVCacheBlock]:
         hits: list[KVCacheBlock] = []
-        for block_hash in request.block_hashes[: request.num_cacheable_tokens // self.block_size]:
+        for block_hash in block_hashes:
             block = self.pool.get_cached(block_hash)
             if block is None:
                 break

@@ -13,7 +13,7 @@ import torch
 
 from kernels import cpu_attention, cpu_rotary_embedding, cpu_sampling, gpu_attention, sampling
 from shared.batch import ScheduledRequest, SchedulerOutput
-from shared.block_hash import BlockHash, root_hash
+from shared.block_hash import BlockHash
 from shared.cache.block_pool import BlockPool
 from shared.cache.kv_cache_manager import KVCacheManager
 from shared.config import Settings
@@ -30,6 +30,7 @@ from shared.model_files.model_source import ModelSource
 from shared.model_files.weight_reader import PendingWeights
 from shared.request import Request
 from shared.scheduler import Scheduler, SchedulerLimits
+from shared.transport.protocol.kv_format import KVFormat
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class EngineCore:
         )
         model = LlamaForCausalLM(self.config, weights, RotaryTable(self.config, self.max_model_len, self.device))
         self.cache = KVCache(self.config, num_blocks, settings.block_size, self.dtype, self.device, is_cache_shared)
-        self.root = root_hash(source.fingerprint, self.dtype_name, settings.block_size)
+        self.root = KVFormat(self.dtype_name, settings.block_size, settings.kv_wire_dtype).root(source.fingerprint)
         pool = BlockPool(num_blocks, lambda h: on_cached([h]), lambda h: on_evicted([h]))
         self.manager = KVCacheManager(pool, settings.block_size, self.root, settings.enable_prefix_caching, self.cache.copy_block)
         self.scheduler = Scheduler(

@@ -26,11 +26,13 @@ from shared.engine.layer_groups import OnLayers
 from shared.ids import new_incarnation
 from shared.lease_keeper import LeaseKeeper
 from shared.membership import WorkerRecord, WorkerStats
-from shared.messages import AbortRequest, DecodeRequest, PrefillLost, PrefillRequest, RequestFailed, RouterMessage
+from shared.messages import AbortRequest, DecodeRequest, PrefillLost, PrefillRequest, RequestFailed, RouterMessage, SendPrefix
 from shared.model_files.model_source import ModelSource
 from shared.model_files.weight_reader import PendingWeights
+from shared.transport.connector import ReceiverEvents, SenderEvents
 from shared.transport.protocol.frames import KVDtype
 from shared.transport.protocol.kv_layout import KVLayout
+from shared.worker.prefix_exchange import PrefixExchange
 from shared.worker.rpc_server import RpcServer
 
 logger = logging.getLogger(__name__)
@@ -68,7 +70,7 @@ class WorkerLoop(ABC):
             self._writer.withdraw,
             progress,
             pending,
-            is_cache_shared=self.role == "prefill" and settings.kv_transport in ("auto", "shm"),
+            is_cache_shared=settings.kv_transport in ("auto", "shm"),
         )
         self.layout = KVLayout(
             model_fingerprint=source.fingerprint,
@@ -79,6 +81,19 @@ class WorkerLoop(ABC):
             head_dim=source.config.head_dim,
         )
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.prefixes = PrefixExchange(
+            self.layout,
+            self.engine.cache.blocks(self.layout, settings),
+            self.engine.manager,
+            self.incarnation,
+            self.clock,
+            settings,
+            self.worker_id,
+            self.advertise_host,
+            self.post,
+            self.sender_events(),
+            self.receiver_events(),
+        )
         self._stopping = threading.Event()
         self._num_failures = 0
         self._stats = WorkerStats()
@@ -135,18 +150,21 @@ class WorkerLoop(ABC):
     def service_counters(self) -> dict[str, float]:
         """Totals since start of this kind of worker."""
 
-    @abstractmethod
-    def close_transport(self) -> None: ...
+    def sender_events(self) -> SenderEvents | None:
+        """Who is told of the transfers that this kind of worker sends, if it does."""
+        return None
+
+    def receiver_events(self) -> ReceiverEvents | None:
+        """Who is told of the transfers that this kind of worker takes, if it does."""
+        return None
+
+    def close_transport(self) -> None:
+        """Engine thread, at shutdown, when no request is left."""
+        self.prefixes.close()
 
     @abstractmethod
     def fail_all(self, reason: str) -> None:
         """Engine thread, at shutdown: answer every request still here and give its blocks back."""
-
-    def kv_ctrl_endpoint(self) -> str | None:
-        return None
-
-    def kv_server_key(self) -> str:
-        return ""
 
     # ---- life ---------------------------------------------------------------------------------------------------------
     def run(self) -> None:
@@ -228,6 +246,10 @@ class WorkerLoop(ABC):
         if isinstance(message, PrefillLost):
             self.forget_prefill(message)
             return
+        if isinstance(message, SendPrefix):
+            if not self._stopping.is_set():
+                self.prefixes.send(message)
+            return
         problem = self._refusal(message)
         if problem is not None:
             self.rpc.send(router, problem)
@@ -268,11 +290,12 @@ class WorkerLoop(ABC):
             role=self.role,
             incarnation=self.incarnation,
             rpc_endpoint=self.rpc.endpoint,
-            kv_ctrl_endpoint=self.kv_ctrl_endpoint(),
-            kv_server_key=self.kv_server_key(),
+            kv_ctrl_endpoint=self.prefixes.receiver.ctrl_endpoint,
+            kv_server_key=self.prefixes.receiver.server_key,
             model_name=self._source.name,
             model_fingerprint=self._source.fingerprint,
             dtype=self.engine.dtype_name,
+            kv_wire_dtype=self.settings.kv_wire_dtype,
             block_size=self.settings.block_size,
             num_blocks=len(self.engine.manager.pool.blocks),
             max_model_len=self.engine.max_model_len,
@@ -301,6 +324,7 @@ class WorkerLoop(ABC):
                 "preemptions": scheduler.num_preemptions,
                 "recomputed_tokens": scheduler.num_recomputed_tokens,
                 "rejected_messages": self.rpc.num_rejected,
+                **self.prefixes.counters(),
                 **self.service_counters(),
             },
         )

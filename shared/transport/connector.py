@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shared.transport.protocol.control import ControlMessage
-from shared.transport.protocol.frames import DataHeader
+from shared.transport.protocol.frames import DataHeader, KVDtype
 from shared.transport.protocol.region import Region
 from shared.transport.protocol.segment_offer import SegmentOffer
 from shared.transport.protocol.transport_name import TransportName
@@ -73,6 +73,8 @@ class CommitInfo:
     """What a completed transfer was. Times are Clock.now_s() of the receiver; chunk times are None when nothing was missing."""
 
     transport: TransportName
+    src_dtype: KVDtype
+    """The sender's number format, of its hidden state too."""
     num_prompt_tokens: int
     num_cached_tokens: int
     """Prompt tokens that prefill had cached."""

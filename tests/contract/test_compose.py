@@ -56,6 +56,15 @@ def test_only_the_router_is_published_and_on_loopback(compose: dict[str, Any]) -
     assert all(port.startswith("127.0.0.1:${PAGEWIRE_PORT:-8000}:") for port in published["router"])
 
 
+def test_the_overlay_gives_every_worker_the_keys_and_nobody_else(compose: dict[str, Any]) -> None:
+    overlay = yaml.safe_load((ROOT / "docker" / "compose.keys.yml").read_text())
+    workers = {name for name, service in compose["services"].items() if "PAGEWIRE_KV_TRANSPORT" in (service.get("environment") or {})}
+    assert set(overlay["services"]) == workers - {"router"}
+    for service in overlay["services"].values():
+        assert service["secrets"] == list(overlay["secrets"])
+        assert service["environment"] == {"PAGEWIRE_KV_KEY_FILE": f"/run/secrets/{service['secrets'][0]}"}
+
+
 def test_plain_up_starts_the_cpu_services(compose: dict[str, Any]) -> None:
     assert "COMPOSE_PROFILES=cpu" in (ROOT / ".env").read_text().splitlines()
     started = {name for name, service in compose["services"].items() if "gpu" not in service.get("profiles", [])}

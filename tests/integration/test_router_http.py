@@ -867,9 +867,21 @@ def test_restarted_worker_replaces_its_predecessor(bare: Stack) -> None:
 def test_incompatible_worker_is_refused(bare: Stack) -> None:
     bare.join("prefill", "p")
     bare.join("decode", "d", model_fingerprint="another")
-    bare.join("decode", "d2", block_size=32)
     time.sleep(0.6)
     assert bare.client.get("/ready").json()["decode"] == 0
+
+
+def test_workers_that_cannot_exchange_kv_are_not_paired(bare: Stack) -> None:
+    bare.join("prefill", "p")
+    other = bare.join("decode", "d-24", block_size=24)
+    time.sleep(0.6)
+    assert bare.client.get("/ready").status_code == 503
+    assert bare.complete().status_code == 503
+    double = bare.join("decode", "d-32", block_size=32)
+    bare.wait_ready()
+    assert bare.complete().status_code == 200
+    assert double.of_kind(DecodeRequest)
+    assert not other.of_kind(DecodeRequest)
 
 
 # ---- what the answer says about the prompt ----------------------------------------------------------------------------------------
@@ -997,7 +1009,7 @@ def test_request_goes_to_the_holder_of_its_prefix(bare: Stack) -> None:
     bare.join("prefill", "p0")
     holder = bare.join("prefill", "p1")
     bare.join("decode", "d")
-    holder.index.publish(prompt_hashes(bare, prompt))
+    holder.index.publish(prompt_hashes(bare, prompt)[:4])  # the rest is too long for decode to compute
     bare.wait_ready()
     eventually(lambda: bare.client.get("/ready").json()["prefill"] == 2)
     time.sleep(0.2)

@@ -22,6 +22,7 @@ from shared.messages import (
     RequestFailed,
     RequestOutput,
     RouterMessage,
+    SendPrefix,
     TokenLogprobs,
     WorkerMessage,
     decode_router_message,
@@ -162,7 +163,7 @@ class StubWorker:
             for key in [key for key in self._jobs if key[0] == message.request_id and message.sequence_index in (None, key[1])]:
                 del self._jobs[key]
             return
-        if isinstance(message, PrefillLost):
+        if isinstance(message, PrefillLost | SendPrefix):
             return
         failure = self.script.failure(message)
         if failure is not None:

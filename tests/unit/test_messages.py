@@ -7,7 +7,16 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.messages import DecodeRequest, RequestOutput, TokenLogprobs, decode_batch, decode_router_message, encode, encode_batch
+from shared.messages import (
+    DecodeRequest,
+    PrefixPull,
+    RequestOutput,
+    TokenLogprobs,
+    decode_batch,
+    decode_router_message,
+    encode,
+    encode_batch,
+)
 from shared.sampling_params import BeamSearchParams, SamplingParams, StructuredOutput
 
 _INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -48,6 +57,7 @@ REQUEST: dict[str, st.SearchStrategy[Any]] = {
     "num_sequences": st.integers(1, 16),
     "beam_search": st.none() | st.builds(BeamSearchParams, **BEAM_SEARCH),
     "cache_salt": st.none() | _TEXT,
+    "prefix_pull": st.none() | st.builds(PrefixPull, transfer_id=_TEXT, num_blocks=st.integers(1, 2**31), timeout_s=st.floats(0, 1e6)),
     "deadline_s": st.floats(0, 1e6),
     "priority": _INT64,
     "traceparent": _TEXT,

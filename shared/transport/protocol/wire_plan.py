@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shared.errors import TransferError
-from shared.transport.protocol.frames import DataHeader
+from shared.transport.protocol.frames import DataHeader, KVPart
 from shared.transport.protocol.kv_layout import KVLayout, head_range
 from shared.transport.protocol.region import Region
 from shared.transport.protocol.wire_dtype import WireCodec, WireDtypeName
@@ -132,5 +132,6 @@ class WirePlan:
             (header.dtype, header.scale, header.layout) == (self.codec.wire, self.codec.scale, self.src.layout)
             and (header.head_start, header.head_count, header.head_dim) == (self.head_start, self.head_count, self.src.head_dim)
             and (header.src_tp_rank, header.src_tp_size) == (self.src.tp_rank, self.src.tp_size)
+            and header.kv_part is KVPart.KV
             and header.layer_start + header.layer_count <= self.src.num_layers
         )

@@ -38,12 +38,24 @@ class Incoming:
     ranks: Sequence[int]
     """Those of the sender that have something for this worker."""
     src_tp_size: int
+    is_prefix: bool = False
+    """The sender may offer fewer blocks than are wanted, the first ones."""
     streams: dict[int, Stream] = field(default_factory=dict)
     """What was granted, by the sender's rank."""
     last_progress_s: float = 0.0
     num_writing: int = 0
     """Lanes copying into a block right now; the blocks may be freed only at 0."""
     has_ended: bool = False
+
+    def shorten(self, num_prompt_tokens: int, num_blocks: int, block_hashes: bytes) -> bool:
+        """Be content with what the sender of a prefix has; before it is granted. False: that is not the beginning of what is wanted."""
+        ours = self.block_hashes or b""
+        # Full blocks only, so that the hashes and the tokens of a prefix are the same share of the whole.
+        if not ours.startswith(block_hashes) or len(block_hashes) * self.num_prompt_tokens != len(ours) * num_prompt_tokens:
+            return False
+        self.num_prompt_tokens, self.block_hashes = num_prompt_tokens, block_hashes
+        self.missing = frozenset(index for index in self.missing if index < num_blocks)
+        return True
 
     @property
     def is_granted(self) -> bool:

@@ -131,11 +131,14 @@ class KVReceiver:
         deadline_s: float,
         traceparent: str = "",
         block_hashes: Sequence[bytes] | None = None,
+        is_prefix: bool = False,
         src_tp_size: int = 1,
     ) -> None:
         """Blocks are reserved: grant the offer, now or when it comes. See ReceiverState.expect."""
         trace = traceparent if len(traceparent) <= 64 else ""
-        self.state.expect(transfer_id, attempt, block_ids, missing, num_prompt_tokens, deadline_s, trace, block_hashes, src_tp_size)
+        self.state.expect(
+            transfer_id, attempt, block_ids, missing, num_prompt_tokens, deadline_s, trace, block_hashes, is_prefix, src_tp_size
+        )
         self._waker.wake()
 
     def deny(self, transfer_id: str, reason: str, retry_ms: int = 0) -> None:

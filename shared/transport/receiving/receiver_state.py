@@ -149,12 +149,14 @@ class ReceiverState:
         deadline_s: float,
         traceparent: str = "",
         block_hashes: Sequence[bytes] | None = None,
+        is_prefix: bool = False,
         src_tp_size: int = 1,
     ) -> None:
         """Blocks are reserved: grant the offer, now or when it comes.
 
         `block_ids`: the block of every index of the prompt's chain, held or reserved; `missing`: the indices to be sent.
         `deadline_s`: seconds from now for the whole transfer. `block_hashes`: compared with the offer's when given.
+        `is_prefix`: full blocks, of which the first ones alone may be offered, or none; the commit then tells how many came.
         `src_tp_size`: ranks of the prefill worker. Raises TransferError when the arguments contradict each other or the transfer is
         expected already.
         """
@@ -181,6 +183,7 @@ class ReceiverState:
                 block_hashes=None if block_hashes is None else b"".join(block_hashes),
                 ranks=source_ranks(self._layout.num_kv_heads, src_tp_size, self._layout.tp_rank, self._layout.tp_size),
                 src_tp_size=src_tp_size,
+                is_prefix=is_prefix,
                 last_progress_s=now,
             )
             self._announced.pop(transfer_id, None)
@@ -408,10 +411,14 @@ class ReceiverState:
         difference = ""
         if offer.attempt != incoming.attempt:
             difference = f"attempt: {incoming.attempt} here and {offer.attempt} there"
-        elif offer.num_prompt_tokens != incoming.num_prompt_tokens:
-            difference = f"num_prompt_tokens: {incoming.num_prompt_tokens} here and {offer.num_prompt_tokens} there"
         elif plan.src.tp_size != incoming.src_tp_size:
             difference = f"tp_size: {incoming.src_tp_size} here and {plan.src.tp_size} there"
+        elif incoming.is_prefix and not incoming.streams:
+            num_blocks = self._layout.num_blocks(offer.num_prompt_tokens)
+            if not incoming.shorten(offer.num_prompt_tokens, num_blocks, hashes):
+                difference = "block_hashes: not the beginning of what is wanted"
+        elif offer.num_prompt_tokens != incoming.num_prompt_tokens:
+            difference = f"num_prompt_tokens: {incoming.num_prompt_tokens} here and {offer.num_prompt_tokens} there"
         elif incoming.block_hashes not in (None, hashes):
             difference = "block_hashes: they differ"
         if difference:
@@ -631,6 +638,7 @@ class ReceiverState:
         assert first.commit is not None
         info = CommitInfo(
             transport=self._peers[first.peer].transport,
+            src_dtype=first.plan.src.dtype,
             num_prompt_tokens=incoming.num_prompt_tokens,
             num_cached_tokens=first.commit.num_cached_tokens,
             num_blocks_missing=len(incoming.missing),

@@ -8,7 +8,6 @@ A transfer goes to one peer, or to each rank of a tensor-parallel one; then it i
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -46,6 +45,7 @@ COUNTERS = (
     "chunks_sent",
     "chunks_resent",
     "control_ignored",
+    "credits_starved_ms",
     "fences_sent",
     "lanes_given_up",
     "resumes",
@@ -96,7 +96,7 @@ class SenderState:
         self._last_tick_s = 0.0
         self._connections: dict[str, Connection] = {}
         self._outgoing: dict[str, _Outgoing] = {}
-        self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
+        self._counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
         self._handlers: dict[type[control.ControlMessage], Callable[[SenderTransfer, control.AnyControl], None]] = {
             control.Grant: self._on_grant,
             control.Credit: self._on_credit,
@@ -513,6 +513,7 @@ class SenderState:
                     self._send_chunk(transfer, connection, len(transfer.sent) - 1)
                 else:
                     break
+            self._note_starvation(transfer)
             if transfer.is_fence_due and not transfer.resend:
                 self._send_fence(transfer)
         except Exception as error:
@@ -522,6 +523,13 @@ class SenderState:
         is_all_read = not (transfer.pending or transfer.resend or transfer.num_reading)
         if transfer.commit_request is not None and transfer.commit is None and is_all_read:
             self._make_commit(transfer, transfer.commit_request)
+
+    def _note_starvation(self, transfer: SenderTransfer) -> None:
+        """Time in which there was something to send and no credit, or no room at the peer, to send it."""
+        now = self._clock.now_s()
+        if transfer.starved_s is not None:
+            self._counters["credits_starved_ms"] += 1000 * (now - transfer.starved_s)
+        transfer.starved_s = now if transfer.pending or transfer.resend else None
 
     def _send_chunk(self, transfer: SenderTransfer, connection: Connection, seq: int) -> None:
         chunk = transfer.sent[seq]

@@ -84,6 +84,8 @@ class SenderTransfer:
     fence_round: int = 0
     nack_seq: int = 0
     is_fence_due: bool = False
+    starved_s: float | None = None
+    """Since when it has had something to send and may not."""
 
     def note_queued(self, block_index: int, layer_start: int, layer_count: int) -> list[tuple[int, int]]:
         """The layer ranges of these that were not handed over before."""

@@ -42,7 +42,8 @@ def load_key_file(path: str) -> list[CurveKeys]:
         lines = Path(path).read_text(encoding="ascii").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"setting kv_key_file: cannot read {path!r}: {error}") from error
-    if mode & (stat.S_IRWXO):
+    # What a container is given as a secret nobody else sees, whatever its mode.
+    if mode & stat.S_IRWXO and not path.startswith("/run/secrets/"):
         raise ConfigurationError(f"setting kv_key_file: {path!r} can be read by everybody on this machine; chmod 600 it")
     pairs = []
     for number, line in enumerate(lines, 1):

@@ -4,8 +4,9 @@ import random
 from dataclasses import replace
 
 from services.router.policy import Candidate, RequestFacts, Route, prefill_cost_ms, select
+from shared.transport.protocol.kv_format import KVFormat
 
-FACTS = RequestFacts(num_prompt_tokens=512, block_size=16, local_prefill_max_tokens=16)
+FACTS = RequestFacts(num_prompt_tokens=512, local_prefill_max_tokens=16)
 DECODE = [Candidate("d", 1, tokens_per_s=1000)]
 
 
@@ -55,10 +56,37 @@ def test_equal_workers_take_turns() -> None:
 
 def test_block_with_the_last_token_is_of_no_use() -> None:
     facts = replace(FACTS, num_prompt_tokens=64)
-    assert facts.max_usable_blocks == 3
     holder = Candidate("p", 1, overlap_blocks=4, tokens_per_s=1000)
+    assert facts.usable_blocks(holder) == 3
     assert prefill_cost_ms(facts, holder) == 16.0
-    assert replace(facts, num_prompt_tokens=65).max_usable_blocks == 4
+    assert replace(facts, num_prompt_tokens=65).usable_blocks(holder) == 4
+
+
+def test_each_worker_is_priced_in_blocks_of_its_own_size() -> None:
+    small = Candidate("small", 1, overlap_blocks=8, tokens_per_s=1000, kv_format=KVFormat("float32", 8))
+    large = Candidate("large", 1, overlap_blocks=4, tokens_per_s=1000, kv_format=KVFormat("float32", 32))
+    route = select(FACTS, [small, large], DECODE)
+    assert route is not None
+    assert chosen(route) == "large"
+    assert route.num_saved_tokens == 128
+
+
+def test_only_workers_that_can_exchange_kv_are_paired() -> None:
+    odd, half = replace(DECODE[0], worker_id="odd", kv_format=KVFormat("float32", 24)), KVFormat("float16", 16)
+    cheap = Candidate("cheap", 1, tokens_per_s=100_000, kv_format=KVFormat("float32", 16, "fp8"))
+    fits = Candidate("fits", 1, tokens_per_s=1000, kv_format=half)
+    route = select(FACTS, [cheap, fits], [odd, DECODE[0]])
+    assert route is not None
+    assert (chosen(route), route.decode.worker_id) == ("fits", "d")
+    assert select(FACTS, prefill_workers([0]), [odd]) is None
+    assert select(FACTS, prefill_workers([0]), [replace(DECODE[0], kv_format=half)]) is None, "fp32 would be rounded"
+
+
+def test_a_prefix_is_fetched_only_from_a_worker_of_the_same_format() -> None:
+    holder = Candidate("holder", 1, overlap_blocks=31, num_requests=50, kv_format=KVFormat("float32", 8))
+    route = select(FACTS, [holder, Candidate("idle", 1, tokens_per_s=1000)], DECODE)
+    assert route is not None
+    assert route.pull is None
 
 
 def test_short_tail_behind_a_cached_prefix_stays_on_decode_even_without_prefill_workers() -> None:
@@ -109,7 +137,7 @@ def test_popular_prefix_spreads_over_the_workers() -> None:
             )
             for index in range(num_workers)
         ]  # fmt: skip
-        index = int(chosen(select(FACTS, workers, DECODE))[1:])
+        index = int(chosen(select(FACTS, workers, [replace(DECODE[0], can_pull=False)]))[1:])
         free_at_ms[index] = max(now_ms, free_at_ms[index]) + service_ms
         ends[index].append(free_at_ms[index])
         waits_ms.append(free_at_ms[index] - now_ms)
@@ -134,3 +162,61 @@ def test_a_scored_prompt_gains_nothing_from_a_cached_prefix_where_it_is_computed
     route = select(facts, workers, [replace(DECODE[0], overlap_blocks=31)])
     assert route is not None and not route.is_local
     assert (route.prefill_overlap_blocks, route.decode_overlap_blocks) == (0, 31)
+
+
+def test_prefix_is_pulled_where_that_costs_less_than_computing_it() -> None:
+    busy, idle = replace(prefill_workers([10])[0], overlap_blocks=31, tokens_per_s=1000), Candidate("idle", 1, tokens_per_s=1000)
+    route = select(FACTS, [busy, idle], DECODE)
+    assert route is not None and route.pull is not None
+    assert (route.pull.holder.worker_id, route.pull.num_blocks, route.num_saved_tokens) == ("p0", 31, 496)
+    # The decode worker itself, then the tail is one block: a hop less.
+    assert route.is_local
+    route = select(replace(FACTS, num_prompt_tokens=600), [busy, idle], DECODE)
+    assert route is not None and route.pull is not None
+    assert (chosen(route), route.pull.holder.worker_id, route.num_saved_tokens) == ("idle", "p0", 496)
+
+
+def test_prefix_is_computed_where_that_costs_less_than_pulling_it() -> None:
+    holder = Candidate("holder", 1, overlap_blocks=31, num_requests=50, tokens_per_s=100_000)
+    route = select(FACTS, [holder, Candidate("fast", 1, tokens_per_s=100_000)], [replace(DECODE[0], tokens_per_s=100_000)])
+    assert chosen(route) == "fast"
+    assert route is not None and route.pull is None
+
+
+def test_a_few_blocks_are_not_worth_a_pull_and_an_own_prefix_needs_none() -> None:
+    for own, there in ((0, 1), (30, 31), (31, 31), (31, 10)):
+        prefill = Candidate("p", 1, overlap_blocks=own, tokens_per_s=2000)
+        decode = Candidate("d", 1, overlap_blocks=there, tokens_per_s=2000)
+        route = select(replace(FACTS, num_prompt_tokens=600), [prefill], [decode])
+        assert route is not None and route.pull is None, (own, there)
+
+
+def test_prefill_pulls_from_decode_what_decode_has_generated() -> None:
+    facts = replace(FACTS, num_prompt_tokens=600)
+    route = select(facts, [Candidate("p", 1, overlap_blocks=10, tokens_per_s=1000)], [replace(DECODE[0], overlap_blocks=31)])
+    assert route is not None and route.pull is not None
+    assert (chosen(route), route.pull.holder.worker_id, route.pull.num_blocks) == ("p", "d", 31)
+    assert (route.prefill_overlap_blocks, route.decode_overlap_blocks) == (10, 31)
+
+
+def test_nothing_is_pulled_for_a_scored_prompt_or_by_a_worker_that_cannot() -> None:
+    facts = replace(FACTS, num_prompt_tokens=600)
+    prefill, decode = [Candidate("p", 1, tokens_per_s=1000)], [replace(DECODE[0], overlap_blocks=31)]
+    for route in (select(replace(facts, is_scored=True), prefill, decode), select(facts, [replace(prefill[0], can_pull=False)], decode)):
+        assert route is not None and route.pull is None
+
+
+def test_aggregated_workers_pull_from_each_other() -> None:
+    busy = Candidate("busy", 1, overlap_blocks=31, num_waiting_tokens=5000, tokens_per_s=1000)
+    route = select(replace(FACTS, is_aggregated=True), [], [busy, *DECODE])
+    assert route is not None and route.pull is not None and route.is_local
+    assert (route.decode.worker_id, route.pull.holder.worker_id, route.num_saved_tokens) == ("d", "busy", 496)
+
+
+def test_a_pull_may_be_late_by_half_a_second_and_what_it_saves_but_never_by_much_more() -> None:
+    for speed, timeout_s in ((1000, 0.996), (100, 1.5)):
+        route = select(
+            replace(FACTS, num_prompt_tokens=600), [Candidate("p", 1, tokens_per_s=speed)], [replace(DECODE[0], overlap_blocks=31)]
+        )
+        assert route is not None and route.pull is not None
+        assert route.pull.timeout_s == timeout_s
