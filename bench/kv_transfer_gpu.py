@@ -1,9 +1,11 @@
 """KV between GPUs, or between two processes of one GPU: the copies, the transfer, and what of it a prompt has to wait for.
 
     python bench/kv_transfer_gpu.py [--parts copies,staged,kvx,ipc,control,exposed] [--mib 1024] [--devices 0,0] [--repeat 3]
+        [--sums gpu|cores] [--connections 32] [--switch-ms 0.5]
 
 copies: the copy engines by size of piece, the kernel that takes small ones, checksums on the GPU and on cores. staged: GPU -> pinned shared
-memory -> GPU between two processes, checksums included, by 1, 2 and 4 threads, without the protocol. kvx: the same through KVX/1. ipc:
+memory -> GPU between two processes, checksums included, by 1, 2 and 4 threads, without the protocol, with chunks of 4 and of 16 MiB; those with
+checksums of each block, joined, which the protocol does not have: what it would gain. kvx: the same through KVX/1. ipc:
 from GPU memory to GPU memory of another process, beside a plain copy. control: how long OFFER -> GRANT takes while bulk goes on. exposed:
 8192 tokens of a Llama-3.1-8B shape (random weights) in chunks of 2048; what passes between the last layer and COMMITTED, by groups.
 """
@@ -11,6 +13,7 @@ from GPU memory to GPU memory of another process, beside a plain copy. control: 
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import os
 import queue
@@ -60,7 +63,7 @@ LLAMA_8B = ModelConfig(
 LAYOUT = KVLayout(
     model_fingerprint="bench", dtype=KVDtype.BFLOAT16, block_size=BLOCK_SIZE, num_layers=LAYERS, num_kv_heads=HEADS, head_dim=HEAD_DIM
 )
-CHUNK = 4 << 20
+CHUNK, LARGE_CHUNK = 4 << 20, 16 << 20
 WHOLE = (0, LAYERS, 0, HEADS, 0, BLOCK_SIZE)
 TIMEOUT_S = 60
 
@@ -76,7 +79,9 @@ def random_cache(num_blocks: int, device: int) -> torch.Tensor:
 
 
 def blocks_over(cache: torch.Tensor) -> DeviceBlocks:
-    return DeviceBlocks(cache, staging_nbytes=256 << 20, max_chunk_nbytes=CHUNK, sums_on_gpu=os.environ.get("SUMS_ON_GPU", "1") == "1")
+    return DeviceBlocks(
+        cache, staging_nbytes=512 << 20, max_chunk_nbytes=LARGE_CHUNK, sums_on_gpu=os.environ.get("SUMS_ON_GPU", "1") == "1"
+    )
 
 
 def best_s(action: Callable[[], object], repeat: int) -> float:
@@ -169,7 +174,7 @@ def regions_of(block_ids: list[int]) -> list[Region]:
     return [Region(block, *WHOLE) for block in block_ids]
 
 
-def receive_staged(pipe: Connection, offer: SegmentOffer, num_blocks: int, device: int, ends: list[Connection]) -> None:
+def receive_staged(pipe: Connection, offer: SegmentOffer, num_blocks: int, device: int, ends: list[Connection], is_joined: bool) -> None:
     """One thread for each of `ends`: (block ids, offset, bytes, checksum) in, an answer when it has landed."""
     cache = torch.zeros_like(random_cache(num_blocks, device))
     blocks, reader = blocks_over(cache), SegmentReader(offer)
@@ -180,6 +185,8 @@ def receive_staged(pipe: Connection, offer: SegmentOffer, num_blocks: int, devic
             ids, offset, nbytes, digest = notice
             data = reader.read(offset, nbytes)
             landed = blocks.write(regions_of(ids), data)
+            if is_joined:
+                landed = blocks.locate(regions_of(ids)).checksum
             end.send((xxhash.xxh3_64_intdigest(data) if landed is None else landed) == digest)
 
     run_all(pipe, ends, serve)
@@ -270,24 +277,30 @@ def measure_staged(options: argparse.Namespace) -> None:
     source, target = options.devices
     num_blocks = (options.mib << 20) // LAYOUT.block_nbytes
     cache = random_cache(num_blocks, source)
-    blocks = blocks_over(cache)
-    measure_staged_here(options, blocks, num_blocks)
-    for num_threads in (1, 2, 4):
+    measure_staged_here(options, blocks_over(cache), num_blocks)
+    sums = os.environ["SUMS_ON_GPU"]
+    for num_threads, chunk in itertools.product((1, 2, 4), (CHUNK, LARGE_CHUNK)):
+        is_joined = chunk == LARGE_CHUNK
+        os.environ["SUMS_ON_GPU"] = "0" if is_joined else sums
+        blocks = blocks_over(cache)
         pairs = [multiprocessing.Pipe() for _ in range(num_threads)]
-        child = Child(receive_staged, blocks.segment, num_blocks, target, [theirs for _, theirs in pairs])
+        child = Child(receive_staged, blocks.segment, num_blocks, target, [theirs for _, theirs in pairs], is_joined)
         child.receive()
 
-        def notice(ids: list[int]) -> tuple[object, object]:
+        def notice(ids: list[int], blocks: DeviceBlocks = blocks, is_joined: bool = is_joined) -> tuple[object, object]:
             stored = blocks.read(regions_of(ids))
-            digest = xxhash.xxh3_64_intdigest(stored.view) if stored.checksum is None else stored.checksum
+            digest = blocks.locate(regions_of(ids)).checksum if is_joined else stored.checksum
+            digest = xxhash.xxh3_64_intdigest(stored.view) if digest is None else digest
             return (ids, stored.segment_offset, stored.view.nbytes, digest), stored
 
         ends = [ours for ours, _ in pairs]
-        seconds = min(pump(ends, num_blocks, 2, notice, window=8) for _ in range(options.repeat))
-        report(f"GPU -> pinned shared memory -> GPU, {num_threads} threads, checksums at both ends", cache.nbytes / seconds / 1e9)
+        seconds = min(pump(ends, num_blocks, chunk // LAYOUT.block_nbytes, notice, window=6) for _ in range(options.repeat))
+        kind = "joined checksums" if is_joined else "checksums"
+        report(f"GPU -> pinned -> GPU, {num_threads} threads, chunks of {chunk >> 20} MiB, {kind}", cache.nbytes / seconds / 1e9)
         for end in ends:
             end.send(None)
         child.close()
+    os.environ["SUMS_ON_GPU"] = sums
 
 
 def copy_all(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -521,11 +534,14 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--devices", default="0,0", help="of the sender and of the receiver")
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--connections", type=int, default=0, help="CUDA_DEVICE_MAX_CONNECTIONS of both processes; 0: as it is")
     parser.add_argument("--switch-ms", type=float, default=5.0, help="the interpreter's switch interval in both processes")
     parser.add_argument("--sums", choices=("gpu", "cores"), default="gpu", help="where checksums are formed")
     options = parser.parse_args()
     options.devices = [int(part) for part in options.devices.split(",")]
     multiprocessing.set_start_method("spawn")
+    if options.connections:
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(options.connections)
     os.environ["SWITCH_S"] = str(options.switch_ms / 1000)
     sys.setswitchinterval(options.switch_ms / 1000)
     os.environ["SUMS_ON_GPU"] = str(int(options.sums == "gpu"))  # the other process has it from here

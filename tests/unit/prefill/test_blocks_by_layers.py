@@ -1,13 +1,16 @@
-"""A prefill worker that hands over groups of layers, and the decode worker it sends to: both real, over real sockets, in one process."""
+"""A prefill worker that hands over groups of layers, and the decode worker it sends to: both real, over real sockets, in one process; on a
+GPU in every combination of devices."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from decode_harness import DecodeHarness
 from opentelemetry.trace import NoOpTracer
 from tiny_models import with_changes, write_tiny_hf
@@ -31,7 +34,13 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
 
 @pytest.fixture
 def prefill(source: ModelSource) -> Iterator[tuple[PrefillWorker, list[WorkerMessage]]]:
-    worker = PrefillWorker(source, Settings(**SETTINGS, kv_layer_groups=3), NoOpTracer())
+    with prefill_worker(source, kv_layer_groups=3) as worker_and_messages:
+        yield worker_and_messages
+
+
+@contextmanager
+def prefill_worker(source: ModelSource, **settings: Any) -> Iterator[tuple[PrefillWorker, list[WorkerMessage]]]:
+    worker = PrefillWorker(source, Settings(**{**SETTINGS, **settings}), NoOpTracer())
     sent: list[WorkerMessage] = []
     worker.rpc.send = lambda _router, message: sent.append(message)  # type: ignore[method-assign]
     yield worker, sent
@@ -47,10 +56,8 @@ def answer(decode: DecodeHarness, request_id: str, prefill: PrefillWorker | None
     decode.submit(request_id, prompt, transfer_id=transfer_id, max_tokens=12, ignore_eos=True, temperature=0.0)
     if prefill is not None:
         assert transfer_id is not None
-        worker = decode.worker
-        peer = KVPeer(
-            worker_id="d", ctrl_endpoint=worker.kv_ctrl_endpoint() or "", incarnation=worker.incarnation, server_key=worker.kv_server_key()
-        )
+        worker, receiver = decode.worker, decode.worker.prefixes.receiver
+        peer = KVPeer(worker_id="d", ctrl_endpoint=receiver.ctrl_endpoint, incarnation=worker.incarnation, server_key=receiver.server_key)
         prefill.accept(
             b"router",
             PrefillRequest(request_id=request_id, transfer_id=transfer_id, token_ids=tuple(prompt), decode=peer, deadline_s=60.0),
@@ -112,3 +119,30 @@ def test_a_step_that_fails_between_two_groups_gives_every_block_back(
         assert decode.worker._counters["kv_recompute_fallbacks"] == 1
         assert decode.num_used == 0
     assert worker.engine.manager.num_used() == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize(("source_device", "target_device"), [("cpu", "cuda"), ("cuda", "cpu"), ("cuda", "cuda")])
+def test_tokens_are_the_same_whichever_side_computes_on_a_gpu(
+    tmp_path: Path, source_device: str, target_device: str, transport: str
+) -> None:
+    write_tiny_hf(tmp_path, with_changes(num_layers=5, head_dim=32), head_dim=32)
+    model = resolve_model(str(tmp_path))
+    common = {"dtype": "float32", "block_size": 16, "max_num_batched_tokens": 32, "kv_transport": transport}
+    prompt = PROMPT * 3
+    other = prompt[:37] + [3] * 40
+    with DecodeHarness(model, device="cpu", **common) as aggregated:
+        expected = answer(aggregated, "one", prompt=prompt)
+        expected_other = answer(aggregated, "other", prompt=other)
+    with (
+        prefill_worker(model, device=source_device, kv_layer_groups=2, kv_checksum_device="cuda", debug=True, **common) as (worker, sent),
+        DecodeHarness(model, device=target_device, kv_checksum_device="cuda", **common) as decode,
+    ):
+        assert (worker.engine.device.type, decode.worker.engine.device.type) == (source_device, target_device)
+        assert answer(decode, "two", worker, prompt) == expected
+        assert answer(decode, "three", worker, other) == expected_other
+        assert decode.worker._counters["kv_recompute_fallbacks"] == 0
+        assert not [message for message in sent if isinstance(message, RequestFailed)]
+        assert worker.engine.manager.num_used() == 0
