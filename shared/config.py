@@ -76,7 +76,7 @@ class Settings(BaseModel):
     kv_lanes: int = Field(2, ge=1, le=4, description="data sockets between one prefill and one decode worker")
     kv_max_chunk_bytes: int = Field(4 << 20, ge=4096)
     kv_layer_groups: int | None = Field(
-        None, ge=1, description="prefill: parts of a step's layers that leave one by one; default: 8 on a GPU, 1 on a CPU"
+        None, ge=1, description="prefill: parts of a step's layers that leave one by one; default: 4 on a GPU, 1 on a CPU"
     )
     kv_checksum_device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="where a worker on a GPU forms checksums; auto: there, unless it is the only one, which workers may share"

@@ -9,8 +9,8 @@ import torch
 OnLayers = Callable[[int, int], None]
 """(layer_start, layer_count): the step's KV of these layers is complete in memory, and will not change."""
 
-GPU_NUM_GROUPS = 8
-"""Of an 8B model 256 KiB a block, which still copies at 39 of 55 GB/s. Exposed of 8192 tokens: 39 ms with one, 21, 10, 7 with 2, 4, 8
+GPU_NUM_GROUPS = 4
+"""Of an 8B model 512 KiB a block, which still copies at 45 of 55 GB/s. Fewer leave more exposed; eight were better in one run of three
 (bench/kv_transfer_gpu.py --parts exposed)."""
 
 
