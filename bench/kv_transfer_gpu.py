@@ -3,11 +3,12 @@
     python bench/kv_transfer_gpu.py [--parts copies,staged,kvx,ipc,control,exposed] [--mib 1024] [--devices 0,0] [--repeat 3]
         [--sums gpu|cores] [--connections 32] [--switch-ms 0.5]
 
-copies: the copy engines by size of piece, the kernel that takes small ones, checksums on the GPU and on cores. staged: GPU -> pinned
-shared memory -> GPU between two processes, checksums included, by 1, 2 and 4 threads, without the protocol; chunks of 16 MiB with the checksum
-of each block, joined, which the protocol does not have: what it would gain. kvx: the same through KVX/1. ipc: from GPU memory to GPU memory of
-another process, beside a plain copy. control: how long OFFER -> GRANT takes while bulk goes on. exposed: 8192 tokens of a Llama-3.1-8B shape
-(random weights) in chunks of 2048; what passes between the last layer and COMMITTED, by groups of layers.
+copies: the copy engines by size of piece, the kernel that takes small ones, checksums on the GPU and on cores. staged: GPU ->
+pinned shared memory -> GPU between two processes, checksums included, by 1, 2 and 4 threads, without the protocol; chunks of 16 MiB
+with the checksum of each block, joined, which the protocol does not have: what it would gain. kvx: the same through KVX/1. ipc:
+from GPU memory to GPU memory of another process, beside a plain copy. control: how long OFFER -> GRANT takes while bulk goes on.
+exposed: 8192 tokens of a Llama-3.1-8B shape (random weights) in chunks of 2048; what passes between the last layer and COMMITTED,
+by groups of layers.
 """
 
 from __future__ import annotations
