@@ -64,16 +64,16 @@ class Settings(BaseModel):
     # KV transfer
     kv_transport: Literal["auto", "shm", "ipc", "tcp"] = Field("auto", description="auto: the fastest that both ends can use")
     kv_key_file: str | None = Field(
-        None, description="made by `pagewire keys`: decode lets in prefill workers that hold it, and nobody else"
+        None, description="made by `pagewire keys`: a worker takes KV from workers that hold it, and from nobody else"
     )
     kv_lane_security: Literal["auto", "curve", "plain-trusted"] = Field(
-        "auto", description="decode: encrypt data lanes; auto: unless bind_host is this machine alone. Control is encrypted always"
+        "auto", description="receiver: encrypt data lanes; auto: unless bind_host is this machine alone. Control is encrypted always"
     )
     kv_wire_dtype: Literal["auto", "fp8"] = Field(
         "auto", description="how KV values travel; fp8: as E4M3 with a scale each layer and block, at both ends; auto: unchanged"
     )
-    kv_min_gb_per_s: float = Field(0.1, ge=0, description="decode: a wire that is slower when probed is warned about")
-    kv_lanes: int = Field(2, ge=1, le=4, description="data sockets between one prefill and one decode worker")
+    kv_min_gb_per_s: float = Field(0.1, ge=0, description="receiver: a wire that is slower when probed is warned about")
+    kv_lanes: int = Field(2, ge=1, le=4, description="data sockets from one worker to another")
     kv_max_chunk_bytes: int = Field(4 << 20, ge=4096)
     kv_layer_groups: int | None = Field(
         None, ge=1, description="prefill: parts of a step's layers that leave one by one; default: 4 on a GPU, 1 on a CPU"

@@ -95,7 +95,9 @@ class DecodeWorker(WorkerLoop):
     def accept(self, router: bytes, message: PrefillRequest | DecodeRequest) -> None:
         assert isinstance(message, DecodeRequest)
         if message.request_id in self._jobs or message.transfer_id in self._by_transfer:
-            self._refuse(router, message.request_id, "this request or transfer id is already being served here", "invalid_request")
+            # Not `refuse`: what it is to pull may be what the one that is served is pulling.
+            problem = self._problem(message, "this request or transfer id is already being served here", "invalid_request")
+            self.rpc.send(router, problem)
             return
         request = Request(
             message.request_id,
@@ -126,7 +128,7 @@ class DecodeWorker(WorkerLoop):
         )
         with self._lock:
             if len(self._jobs) >= self.settings.max_num_waiting:
-                self._refuse(router, message.request_id, "the decode queue is full", "overloaded")
+                self.refuse(router, message, self._problem(message, "the decode queue is full", "overloaded"))
                 return
             self._jobs[message.request_id] = job
             self._sequences.add(job, self._grammars.guide(params))
@@ -152,9 +154,10 @@ class DecodeWorker(WorkerLoop):
         max_tokens = max(1, min(sampling.max_tokens, self.engine.max_model_len - len(message.token_ids)))
         return BeamSearch(message.beam_search, max_tokens, eos_token_ids, frozenset(sampling.stop_token_ids))
 
-    def _refuse(self, router: bytes, request_id: str, text: str, error_type: FailureType) -> None:
+    @staticmethod
+    def _problem(message: DecodeRequest, text: str, error_type: FailureType) -> RequestFailed:
         is_retryable = error_type != "invalid_request"
-        self.rpc.send(router, RequestFailed(request_id=request_id, message=text, error_type=error_type, retryable=is_retryable))
+        return RequestFailed(request_id=message.request_id, message=text, error_type=error_type, retryable=is_retryable)
 
     def _reserve_from_queue(self) -> None:
         """First come, first served: room for the next newcomer while there is some, and never before those that lost theirs. Whose next

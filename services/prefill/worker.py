@@ -63,7 +63,7 @@ class PrefillWorker(WorkerLoop):
                 retryable=True,
                 retry_after_s=1.0,
             )
-            self.rpc.send(router, refusal)
+            self.refuse(router, message, refusal)
             return
         request = Request(
             message.request_id,

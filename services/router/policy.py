@@ -23,10 +23,10 @@ SEQUENCE_MS = 4.0
 NO_BLOCKS_MS = 1000.0
 """Waiting for another request to finish, when a decode pool has no room for this one."""
 TRANSFER_MS_PER_BLOCK = 0.05
-PULL_OVERHEAD_MS = 10.0
+PULL_OVERHEAD_MS = 20.0
 """What it costs to have a prefix from another worker, whatever its length: two messages more, and the step it comes too late for."""
 PULL_MS_PER_BLOCK = 0.5
-"""Reading, checking and publishing a block; over the wires of one host and well above what they need (bench/kv_transfer.py)."""
+"""Reading, checking and publishing a block, on a wire of one host (bench/prefix_pull.py)."""
 MAX_PULL_MS = 1000.0
 """A prefix that is expected to take longer is computed: waiting for it would have to be allowed to take too long."""
 PULL_GRACE_MS = 500.0

@@ -252,9 +252,15 @@ class WorkerLoop(ABC):
             return
         problem = self._refusal(message)
         if problem is not None:
-            self.rpc.send(router, problem)
+            self.refuse(router, message, problem)
             return
         self.accept(router, message)
+
+    def refuse(self, router: bytes, message: PrefillRequest | DecodeRequest, problem: RequestFailed) -> None:
+        """Any thread: nothing of this request is here, and nothing is to come."""
+        if message.prefix_pull is not None:
+            self.prefixes.drop(message.prefix_pull, problem.message)
+        self.rpc.send(router, problem)
 
     def _on_router_gone(self, router: bytes) -> None:
         self.post(lambda: self.forget_router(router))

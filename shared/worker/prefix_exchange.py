@@ -26,7 +26,7 @@ from shared.transport.protocol.kv_layout import KVLayout
 from shared.transport.receiving.kv_receiver import KVReceiver
 from shared.transport.sending.kv_sender import KVSender
 
-COUNTERS = ("kv_prefix_sent_blocks", "kv_prefix_pulls", "kv_prefix_pulled_blocks", "kv_prefix_pull_failures")
+COUNTERS = ("kv_prefix_offered_blocks", "kv_prefix_pulls", "kv_prefix_pulled_blocks", "kv_prefix_pull_failures")
 
 
 @dataclass(eq=False)
@@ -66,7 +66,7 @@ class PrefixExchange:
         self._clock = clock
         self._post = post
         self._lock = threading.Lock()
-        self._given: dict[str, int] = {}  # transfer id -> blocks
+        self._offered: set[str] = set()  # transfer ids
         self._pulls: dict[str, _Pull] = {}  # by transfer id
         self._counters = Counter(dict.fromkeys(COUNTERS, 0))
         self.sender = KVSender(layout, memory, incarnation, _SenderEvents(self, sender_events), clock, settings, worker_id)
@@ -92,26 +92,26 @@ class PrefixExchange:
         transfer_id = message.transfer_id
         hashes = [BlockHash(bytes.fromhex(block_hash)) for block_hash in message.block_hashes]
         with self._lock:
-            if transfer_id in self._given or not self.sender.is_alive:
+            if transfer_id in self._offered or not self.sender.is_alive:
                 return
             block_ids = self._manager.pin(_pin_name(transfer_id), hashes)
-            self._given[transfer_id] = len(block_ids)
+            self._offered.add(transfer_id)
+            self._counters["kv_prefix_offered_blocks"] += len(block_ids)
         num_tokens = len(block_ids) * self._block_size
         try:
             self.sender.offer(transfer_id, 0, [message.peer], num_tokens, hashes[: len(block_ids)], message.deadline_s, message.traceparent)
         except TransferError:
-            self._release(transfer_id, is_sent=False)
+            self._release(transfer_id)
             return
         self.sender.send_blocks(transfer_id, list(enumerate(block_ids)))
         self.sender.commit(transfer_id, b"", num_tokens)
 
-    def _release(self, transfer_id: str, is_sent: bool) -> bool:
+    def _release(self, transfer_id: str) -> bool:
         """False: that is not a prefix."""
         with self._lock:
-            num_blocks = self._given.pop(transfer_id, None)
-            if num_blocks is None:
+            if transfer_id not in self._offered:
                 return False
-            self._counters["kv_prefix_sent_blocks"] += num_blocks if is_sent else 0
+            self._offered.remove(transfer_id)
         self._manager.free(_pin_name(transfer_id))
         return True
 
@@ -220,11 +220,11 @@ class _SenderEvents:
             self._others.on_granted(transfer_id)  # of a prefix nobody knows there
 
     def on_committed(self, transfer_id: str) -> None:
-        if not self._exchange._release(transfer_id, is_sent=True) and self._others is not None:
+        if not self._exchange._release(transfer_id) and self._others is not None:
             self._others.on_committed(transfer_id)
 
     def on_failed(self, transfer_id: str, reason: str) -> None:
-        if not self._exchange._release(transfer_id, is_sent=False) and self._others is not None:
+        if not self._exchange._release(transfer_id) and self._others is not None:
             self._others.on_failed(transfer_id, reason)
 
 

@@ -12,7 +12,7 @@ import redis
 import zmq
 from local_stack import LocalStack
 
-from shared.block_hash import hash_full_blocks
+from shared.block_hash import encode_extra_keys, hash_full_blocks
 from shared.ids import new_transfer_id
 from shared.membership import WorkerRecord, parse_record, worker_key
 from shared.messages import (
@@ -115,16 +115,18 @@ class WorkerDriver:
     def send(self, worker: str, message: RouterMessage) -> None:
         self._socket(worker).send(encode(message))
 
-    def ask_for_prefix(self, holder: str, puller: str, prompt: list[int], num_blocks: int, **fields: float) -> PrefixPull:
-        """What the router does before it sends the request; `fields`: timeout_s of the pull, deadline_s of the holder."""
+    def ask_for_prefix(
+        self, holder: str, puller: str, prompt: list[int], num_blocks: int, timeout_s: float = 5.0, cache_salt: str | None = None
+    ) -> PrefixPull:
+        """What the router does before it sends the request."""
         record = self.record(holder)
         root = KVFormat(record.dtype, record.block_size, record.kv_wire_dtype).root(record.model_fingerprint)
-        hashes = hash_full_blocks(root, prompt, record.block_size)[:num_blocks]
+        hashes = hash_full_blocks(root, prompt, record.block_size, encode_extra_keys(cache_salt))[:num_blocks]
         assert len(hashes) == num_blocks
-        pull = PrefixPull(transfer_id=new_transfer_id(), num_blocks=num_blocks, timeout_s=fields.get("timeout_s", 5.0))
+        pull = PrefixPull(transfer_id=new_transfer_id(), num_blocks=num_blocks, timeout_s=timeout_s)
         self.send(holder, SendPrefix(
             transfer_id=pull.transfer_id, block_hashes=tuple(block_hash.hex() for block_hash in hashes), peer=self.peer(puller),
-            deadline_s=fields.get("deadline_s", 10.0),
+            deadline_s=10.0,
         ))  # fmt: skip
         return pull
 
@@ -136,6 +138,7 @@ class WorkerDriver:
         pull: PrefixPull | None = None,
         max_tokens: int = 4,
         deadline_s: float = 60.0,
+        cache_salt: str | None = None,
     ) -> Answer:
         """`prefill` None: decode computes the prompt."""
         answer = Answer(f"driven-{next(_numbers)}", prompt)
@@ -144,12 +147,12 @@ class WorkerDriver:
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, num_logprobs=2)
         self.send(decode, DecodeRequest(
             request_id=answer.request_id, transfer_id=transfer_id, token_ids=tuple(prompt), sampling=sampling,
-            prefix_pull=pull if prefill is None else None, deadline_s=deadline_s,
+            prefix_pull=pull if prefill is None else None, deadline_s=deadline_s, cache_salt=cache_salt,
         ))  # fmt: skip
         if prefill is not None and transfer_id is not None:
             self.send(prefill, PrefillRequest(
                 request_id=answer.request_id, transfer_id=transfer_id, token_ids=tuple(prompt), decode=self.peer(decode),
-                prefix_pull=pull, deadline_s=deadline_s,
+                prefix_pull=pull, deadline_s=deadline_s, cache_salt=cache_salt,
             ))  # fmt: skip
         return answer
 

@@ -457,8 +457,11 @@ class SenderState:
         assert isinstance(message, control.Credit)
         settled = transfer.settled(message.received)
         if settled:
+            was_full = self._connections[transfer.peer].is_full
             self._release(transfer, settled)
-            self._pump_all(transfer)
+            self._pump(transfer)
+            if was_full:
+                self._pump_others(transfer)
 
     def _on_nack(self, transfer: SenderTransfer, message: control.AnyControl) -> None:
         assert isinstance(message, control.Nack)
@@ -491,11 +494,10 @@ class SenderState:
         connection = self._connections[transfer.peer]
         transfer.take_block(connection.agreed, block_index, block_id, layers, connection.max_chunk_bytes)
 
-    def _pump_all(self, first: SenderTransfer) -> None:
-        """`first`, and then those to the same peer that waited for its lanes to have room."""
-        self._pump(first)
-        for transfer in self._transfers_to(first.peer):
-            if transfer is not first and (transfer.pending or transfer.resend):
+    def _pump_others(self, than: SenderTransfer) -> None:
+        """Those to the same peer that waited for its lanes to have room."""
+        for transfer in self._transfers_to(than.peer):
+            if transfer is not than and (transfer.pending or transfer.resend):
                 self._pump(transfer)
 
     def _pump(self, transfer: SenderTransfer) -> None:

@@ -266,3 +266,26 @@ def test_forks_that_write_grow_and_end_in_any_order_never_see_each_others_tokens
     for name in live:
         kv.free(name)
     assert kv.num_used() == 0
+
+
+def test_pinned_blocks_are_not_evicted_and_cost_none() -> None:
+    kv = manager(num_blocks=4)
+    first = request("a", list(range(9)))
+    assert kv.reserve(first)
+    compute_all(kv, first)
+    kv.free(first.request_id)
+    hashes = list(first.block_hashes)
+    unknown = request("b", list(range(100, 108)))
+    unknown.update_block_hashes(ROOT, BLOCK_SIZE)
+    assert kv.pin("nothing", unknown.block_hashes) == []
+    block_ids = kv.pin("pin", [*hashes, *unknown.block_hashes])
+    assert len(block_ids) == 2 and kv.num_used() == 2
+    kv.check_invariants()
+    assert kv.reserve(request("c", list(range(200, 212)))) is None, "it would need a pinned block"
+    assert kv.reserve(request("d", list(range(300, 308))))
+    assert [kv.pool.get_cached(block_hash).block_id for block_hash in hashes] == block_ids  # type: ignore[union-attr]
+    kv.free("pin")
+    kv.free("pin")
+    assert kv.reserve(request("e", list(range(400, 408))))
+    assert all(kv.pool.get_cached(block_hash) is None for block_hash in hashes)
+    kv.check_invariants()
