@@ -25,8 +25,11 @@ class Settings(BaseModel):
     model: str = Field("smollm2", description="'smollm2' (packaged), a .gguf file, a Hugging Face directory, or a Hub id")
     served_model_name: str | None = Field(None, description="name in the API; default: derived from the model")
     max_model_len: int | None = Field(None, ge=2, description="prompt + output tokens; default: the model's own limit")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: float32 on CPU")
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: float32 on a CPU, bfloat16 on a GPU")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is a GPU that can run the model")
+    load_format: Literal["auto", "dummy"] = Field(
+        "auto", description="dummy: random weights for a Hugging Face directory that has none, to measure speed"
+    )
     num_threads: int | None = Field(None, ge=1, description="CPU threads of a worker's engine; default: all cores")
 
     # Where things are
@@ -72,6 +75,15 @@ class Settings(BaseModel):
     kv_min_gb_per_s: float = Field(0.1, ge=0, description="receiver: a wire that is slower when probed is warned about")
     kv_lanes: int = Field(2, ge=1, le=4, description="data sockets from one worker to another")
     kv_max_chunk_bytes: int = Field(4 << 20, ge=4096)
+    kv_layer_groups: int | None = Field(
+        None, ge=1, description="prefill: parts of a step's layers that leave one by one; default: 4 on a GPU, 1 on a CPU"
+    )
+    kv_checksum_device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="where a worker on a GPU forms checksums; auto: there, unless it is the only one, which workers may share"
+    )
+    kv_staging_mib: int = Field(
+        256, ge=16, description="on a GPU: pinned host memory for KV on its way out; twice kv_max_chunk_bytes is the least"
+    )
     kv_port: int = Field(
         0, ge=0, le=65531, description="decode: port of KV control messages; data lanes take the kv_lanes ports after it. 0 = free ports"
     )

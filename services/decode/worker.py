@@ -266,7 +266,8 @@ class DecodeWorker(WorkerLoop):
         self.engine.manager.publish_full_blocks(request)
         self._forget_awaited(request)
         self.engine.scheduler.add_running(request)
-        self._committed.append((job.sequences[0], torch.frombuffer(bytearray(hidden_state), dtype=dtype).to(self.engine.dtype)))
+        hidden = torch.frombuffer(bytearray(hidden_state), dtype=dtype)
+        self._committed.append((job.sequences[0], hidden.to(self.engine.device, self.engine.dtype)))
 
     def _transfer_failed(self, transfer_id: str, reason: str) -> None:
         job = self._jobs.get(self._by_transfer.pop(transfer_id, ""))

@@ -24,6 +24,7 @@ from shared.available_memory import available_memory_bytes
 from shared.config import Role, Settings, load_settings
 from shared.errors import ConfigurationError
 from shared.model_files.model_source import ModelSource, resolve_model
+from shared.nvidia_driver import may_use_gpu
 from shared.worker.process import on_termination
 
 _API_KEYS = "PAGEWIRE_API_KEYS"
@@ -73,7 +74,7 @@ class Stack:
         plan, settings = self._plan, self._settings
         check_port(settings.host, settings.port)
         self._check_roles_agree()
-        source = resolve_model(settings.model)
+        source = resolve_model(settings.model, settings.load_format)
         self._model_name = settings.served_model_name or source.name
         self._check_memory(source)
         if plan.redis_url is not None:
@@ -99,6 +100,8 @@ class Stack:
         roles: tuple[tuple[Role, int], ...] = (("prefill", self._plan.num_prefill), ("decode", self._plan.num_decode))
         for role, count in roles:
             settings = load_settings(role, model=self._settings.model)
+            if may_use_gpu(settings.device):
+                continue  # its weights and blocks take the GPU's memory, which it looks at itself
             itemsize = 2 if settings.dtype in ("bfloat16", "float16") else 4
             block_nbytes = source.config.kv_bytes_per_token(itemsize) * settings.block_size
             num_blocks = settings.num_blocks or int(settings.kv_cache_gib * (1 << 30)) // block_nbytes
@@ -136,6 +139,7 @@ class Stack:
         # The terminal is for the user: what services log as information is shown on request (PAGEWIRE_LOG_LEVEL=info).
         environ = {"PAGEWIRE_LOG_LEVEL": "warning", **_without_keys(os.environ), "PAGEWIRE_MODEL": self._settings.model, **extra}
         environ["PAGEWIRE_KV_TRANSPORT"] = self._settings.kv_transport
+        environ["PAGEWIRE_LOAD_FORMAT"] = self._settings.load_format
         environ["PAGEWIRE_KV_WIRE_DTYPE"] = self._settings.kv_wire_dtype
         environ |= {"REDIS_URL": redis_url, "PAGEWIRE_REDIS_URL": redis_url}
         # What was settled here must not be settled otherwise for one role.

@@ -20,6 +20,7 @@ from shared import telemetry
 from shared.batch import ScheduledRequest, SchedulerOutput
 from shared.config import Settings
 from shared.engine.engine_core import StepResult
+from shared.engine.layer_groups import OnLayers
 from shared.engine.worker_loop import WorkerLoop, deadline_at, milliseconds
 from shared.errors import TransferError
 from shared.messages import AbortRequest, DecodeRequest, PrefillRequest, RequestFailed, WorkerTiming
@@ -178,6 +179,15 @@ class PrefillWorker(WorkerLoop):
                 telemetry.record_span(self.tracer, telemetry.SPAN_PREFILL_QUEUE, job.traceparent, job.received_ns, job.first_scheduled_ns)
                 self._send_blocks(job, row.start // self.settings.block_size)  # prefix hits leave while the rest is computed
 
+    def layer_listener(self, output: SchedulerOutput) -> OnLayers:
+        return partial(self._send_layers, output)
+
+    def _send_layers(self, output: SchedulerOutput, layer_start: int, layer_count: int) -> None:
+        """A block leaves in the step that fills it, or ends the prompt within it: its earlier tokens were computed in earlier steps."""
+        for row in output.scheduled:
+            num_blocks = self.layout.num_blocks(row.end) if row.completes else row.end // self.settings.block_size
+            self._send_blocks(self._job(row.request), num_blocks, (layer_start, layer_count))
+
     def on_computed(self, result: StepResult) -> None:
         routers = {row.request.request_id: self._job(row.request).router for row in result.output.scheduled}
         for part in result.prompt_logprobs:
@@ -186,10 +196,8 @@ class PrefillWorker(WorkerLoop):
         for row in result.output.scheduled:
             job = self._job(row.request)
             self._note_chunk(job, row, result)
-            self._send_blocks(job, row.end // self.settings.block_size)
             if row.completes:
                 job.computed_ns = result.end_ns
-                self._send_blocks(job, -(-row.end // self.settings.block_size))
                 self._sender.commit(job.transfer_id, hidden_state_bytes(next(hidden_rows)), row.request.num_cached_tokens or 0)
                 self.engine.scheduler.remove(row.request.request_id, free_blocks=False)
                 row.request.status = RequestStatus.SENDING
@@ -205,14 +213,17 @@ class PrefillWorker(WorkerLoop):
         attributes = {"chunk.start": row.start, "chunk.num_tokens": row.num_new_tokens, "step.num_tokens": result.output.num_tokens}
         telemetry.record_span(self.tracer, telemetry.SPAN_PREFILL_CHUNK, job.traceparent, result.start_ns, result.end_ns, attributes)
 
-    def _send_blocks(self, job: PrefillJob, num_blocks: int) -> None:
-        """Queue blocks up to `num_blocks` that were not queued before."""
+    def _send_blocks(self, job: PrefillJob, num_blocks: int, layers: tuple[int, int] | None = None) -> None:
+        """Queue blocks up to `num_blocks` that were not queued before. `layers`: (start, count); with the last they count as queued."""
         if num_blocks <= job.num_sent_blocks:
             return
         job.first_sent_ns = job.first_sent_ns or time.time_ns()
         block_ids = self.engine.manager.block_ids(job.request.request_id)
-        self._sender.send_blocks(job.transfer_id, [(index, block_ids[index]) for index in range(job.num_sent_blocks, num_blocks)])
-        job.num_sent_blocks = num_blocks
+        blocks = [(index, block_ids[index]) for index in range(job.num_sent_blocks, num_blocks)]
+        is_whole = layers is None or layers == (0, self.layout.num_layers)
+        self._sender.send_blocks(job.transfer_id, blocks, layers=None if is_whole else layers)
+        if layers is None or sum(layers) == self.layout.num_layers:
+            job.num_sent_blocks = num_blocks
 
     def _finish(self, transfer_id: str, failure: str | None) -> None:
         """The transfer is over, well or not: give the blocks back. Safe to call again."""
@@ -273,4 +284,4 @@ class PrefillWorker(WorkerLoop):
 
 def hidden_state_bytes(hidden: torch.Tensor) -> bytes:
     """[hidden_size] of any dtype as raw bytes; by way of uint8, since numpy has no bf16."""
-    return hidden.contiguous().view(torch.uint8).numpy().tobytes()
+    return hidden.cpu().contiguous().view(torch.uint8).numpy().tobytes()

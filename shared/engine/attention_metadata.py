@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from kernels.cpu_attention import CPUPagedAttention
+from kernels.gpu_attention import GPUPagedAttention
 from shared.batch import SchedulerOutput
+from shared.engine.device import to_device
 from shared.model_files.model_config import ModelConfig
 
 
@@ -18,11 +20,13 @@ class AttentionMetadata:
     positions: torch.Tensor  # [num_tokens] int64
     slot_mapping: torch.Tensor  # [num_tokens] int64: physical block x block size + offset, where a token's K and V are written
     hidden_rows: torch.Tensor  # rows whose hidden state is wanted: the last of each request that completes, then those to score
-    attention: CPUPagedAttention
+    attention: CPUPagedAttention | GPUPagedAttention
 
     @classmethod
-    def build(cls, output: SchedulerOutput, block_tables: list[list[int]], block_size: int, config: ModelConfig) -> AttentionMetadata:
-        """block_tables[i]: all block ids of the i-th scheduled request."""
+    def build(
+        cls, output: SchedulerOutput, block_tables: list[list[int]], block_size: int, config: ModelConfig, device: torch.device
+    ) -> AttentionMetadata:
+        """block_tables[i]: all block ids of the i-th scheduled request. Tensors are on `device`."""
         query_start_loc, seq_lens = [0], []
         last_rows: list[int] = []
         scored_rows: list[int] = []
@@ -36,9 +40,12 @@ class AttentionMetadata:
             seq_lens.append(row.end)
             if row.completes:
                 last_rows.append(query_start_loc[-1] - 1)
+        step = (block_tables, query_start_loc, seq_lens, block_size)
         return cls(
-            positions=torch.cat(positions),
-            slot_mapping=torch.cat(slots),
-            hidden_rows=torch.tensor(last_rows + scored_rows, dtype=torch.int64),
-            attention=CPUPagedAttention(block_tables, query_start_loc, seq_lens, block_size, config.num_heads, config.num_kv_heads),
+            positions=to_device(torch.cat(positions), device),
+            slot_mapping=to_device(torch.cat(slots), device),
+            hidden_rows=to_device(torch.tensor(last_rows + scored_rows, dtype=torch.int64), device),
+            attention=GPUPagedAttention(*step, device)
+            if device.type == "cuda"
+            else CPUPagedAttention(*step, config.num_heads, config.num_kv_heads),
         )

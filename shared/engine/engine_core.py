@@ -11,18 +11,19 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels import cpu_attention, cpu_rotary_embedding, cpu_sampling
-from shared.available_memory import available_memory_bytes
+from kernels import cpu_attention, cpu_rotary_embedding, cpu_sampling, gpu_attention, sampling
 from shared.batch import ScheduledRequest, SchedulerOutput
 from shared.block_hash import BlockHash
 from shared.cache.block_pool import BlockPool
 from shared.cache.kv_cache_manager import KVCacheManager
 from shared.config import Settings
+from shared.engine.device import default_dtype, select_device
 from shared.engine.kv_cache import KVCache
+from shared.engine.layer_groups import OnLayers, num_groups
 from shared.engine.model_runner import ModelRunner
 from shared.engine.models.llama import LlamaForCausalLM
 from shared.engine.rotary import RotaryTable
-from shared.engine.weights import load_weights
+from shared.engine.weights import available_bytes, load_weights
 from shared.errors import ConfigurationError
 from shared.messages import PromptLogprobs
 from shared.model_files.model_source import ModelSource
@@ -35,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = (16, 128)
 """Sizes of the two steps that calibrate the step-time model."""
+GPU_WARM_UP_TOKENS = (256, 2048)
+"""The same where fewer tokens than a few hundred take no less time."""
 
 
 @dataclass(frozen=True)
@@ -66,23 +69,22 @@ class EngineCore:
         """`is_cache_shared`: other processes of this host may read the KV cache."""
         self.settings = settings
         self.config = source.config
-        self.device = torch.device("cpu")
-        if settings.device == "cuda":
-            raise ConfigurationError("device 'cuda': this version runs its engines on the CPU; set PAGEWIRE_DEVICE=cpu")
-        self.dtype = torch.float32 if settings.dtype == "auto" else getattr(torch, settings.dtype)
+        self.device = select_device(settings, self.config)
+        self.dtype = default_dtype(self.device) if settings.dtype == "auto" else getattr(torch, settings.dtype)
         self.dtype_name = str(self.dtype).removeprefix("torch.")
         torch.set_num_threads(settings.num_threads or os.cpu_count() or 1)
         with ThreadPoolExecutor(1) as builder:  # a compiler's few seconds, where the kernel was never built, beside the weights
-            builder.submit(cpu_attention.prepare, self.dtype, self.config.head_dim)
-            builder.submit(cpu_rotary_embedding.prepare, self.dtype)
-            builder.submit(cpu_sampling.prepare)
+            if self.device.type == "cpu":
+                builder.submit(cpu_attention.prepare, self.dtype, self.config.head_dim)
+                builder.submit(cpu_rotary_embedding.prepare, self.dtype)
+                builder.submit(cpu_sampling.prepare)
             weights = load_weights(source, self.dtype, self.device, progress, pending)
         num_blocks = self._num_blocks()
         self.max_model_len = min(
             self.config.max_model_len, settings.max_model_len or self.config.max_model_len, num_blocks * settings.block_size
         )
         model = LlamaForCausalLM(self.config, weights, RotaryTable(self.config, self.max_model_len, self.device))
-        self.cache = KVCache(self.config, num_blocks, settings.block_size, self.dtype, is_cache_shared)
+        self.cache = KVCache(self.config, num_blocks, settings.block_size, self.dtype, self.device, is_cache_shared)
         self.root = KVFormat(self.dtype_name, settings.block_size, settings.kv_wire_dtype).root(source.fingerprint)
         pool = BlockPool(num_blocks, lambda h: on_cached([h]), lambda h: on_evicted([h]))
         self.manager = KVCacheManager(pool, settings.block_size, self.root, settings.enable_prefix_caching, self.cache.copy_block)
@@ -96,7 +98,8 @@ class EngineCore:
                 block_size=settings.block_size,
             ),
         )
-        self.runner = ModelRunner(model, self.cache, self.manager)
+        self.num_layer_groups = num_groups(settings.kv_layer_groups, self.config.num_layers, self.device)
+        self.runner = ModelRunner(model, self.cache, self.manager, self.num_layer_groups)
         self.num_steps = 0
         self._warm_up()
 
@@ -104,11 +107,11 @@ class EngineCore:
         settings = self.settings
         block_nbytes = KVCache.bytes_per_block(self.config, settings.block_size, self.dtype.itemsize)
         num_blocks = settings.num_blocks or int(settings.kv_cache_gib * (1 << 30)) // block_nbytes
-        available = available_memory_bytes()
+        available = available_bytes(self.device)
         if available is not None and num_blocks * block_nbytes > available:
             raise ConfigurationError(
-                f"a KV cache of {num_blocks} blocks takes {num_blocks * block_nbytes >> 20} MiB and {available >> 20} MiB are free; "
-                "set PAGEWIRE_KV_CACHE_GIB or PAGEWIRE_NUM_BLOCKS lower"
+                f"a KV cache of {num_blocks} blocks takes {num_blocks * block_nbytes >> 20} MiB and {available >> 20} MiB are free on the "
+                f"{self.device.type}; set PAGEWIRE_KV_CACHE_GIB or PAGEWIRE_NUM_BLOCKS lower"
             )
         if num_blocks < 2:
             raise ConfigurationError(
@@ -119,12 +122,23 @@ class EngineCore:
     def _warm_up(self) -> None:
         """Prompts through the model before anyone waits for one; their times are the scheduler's first estimate."""
         longest = min(self.max_model_len, self.settings.max_num_batched_tokens)
-        small, large = max(1, min(WARM_UP_TOKENS[0], longest - 1)), min(WARM_UP_TOKENS[1], longest)
+        sizes = GPU_WARM_UP_TOKENS if self.device.type == "cuda" else WARM_UP_TOKENS
+        small, large = max(1, min(sizes[0], longest - 1)), min(sizes[1], longest)
+        if self.device.type == "cuda":
+            self._prepare_gpu_kernels()
         self._time_step(large)
         timings = [(num_tokens, min(self._time_step(num_tokens) for _ in range(2))) for num_tokens in (small, large)]
         self.manager.num_queried_tokens = self.manager.num_hit_tokens = 0
         if small < large:
             self.scheduler.step_time.calibrate(*timings)
+
+    def _prepare_gpu_kernels(self) -> None:
+        """Compile and load what requests would otherwise wait for."""
+        config = self.config
+        row_size = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        rows = torch.zeros(1, row_size, dtype=self.dtype, device=self.device)
+        query = rows[:, : config.num_heads * config.head_dim].view(1, config.num_heads, config.head_dim)
+        gpu_attention.prepare(query, *self.cache.layer(0))
 
     def _time_step(self, num_tokens: int) -> float:
         request = Request("warm-up", [0] * num_tokens, arrival_s=0.0, deadline_at_s=0.0)
@@ -133,7 +147,8 @@ class EngineCore:
         try:
             start_s = time.monotonic()
             hidden, _ = self.runner.execute(SchedulerOutput([ScheduledRequest(request, 0, num_tokens)]))
-            self.runner.compute_logits(hidden)
+            sampling.greedy_tokens(self.runner.compute_logits(hidden))
+            self.runner.wait()
             return time.monotonic() - start_s
         finally:
             self.manager.free(request.request_id)
@@ -143,10 +158,11 @@ class EngineCore:
         output = self.scheduler.schedule()
         return output if output is not None and output.scheduled else None
 
-    def run(self, output: SchedulerOutput) -> StepResult:
-        """Compute what was scheduled and book it."""
+    def run(self, output: SchedulerOutput, on_layers: OnLayers | None = None) -> StepResult:
+        """Compute what was scheduled and book it. `on_layers`: see ModelRunner.execute."""
         start_ns, start_s = time.time_ns(), time.monotonic()
-        hidden, prompt_logprobs = self.runner.execute(output)
+        hidden, prompt_logprobs = self.runner.execute(output, on_layers)
+        self.runner.wait()  # whoever gives blocks back after this knows that nothing reads or writes them any more
         self.scheduler.update(output, time.monotonic() - start_s)
         self.num_steps += 1
         if self.settings.debug:

@@ -11,7 +11,10 @@ import numpy as np
 import torch
 
 from kernels.cache_ops import copy_blocks
+from shared.config import Settings
+from shared.engine.device_blocks import DeviceBlocks
 from shared.model_files.model_config import ModelConfig
+from shared.transport.connector import BlockMemory
 from shared.transport.host_blocks import HostBlocks
 from shared.transport.protocol.kv_layout import KVLayout
 from shared.transport.wires.shared_segment import SharedSegment
@@ -22,12 +25,24 @@ logger = logging.getLogger(__name__)
 class KVCache:
     """`is_shared`: other processes of this host may read it, where this system has such memory."""
 
-    def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, is_shared: bool = False) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device = torch.device("cpu"),  # noqa: B008 - a value, like a string
+        is_shared: bool = False,
+    ) -> None:
         shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
         self.block_size = block_size
         self.block_nbytes = self.bytes_per_block(config, block_size, dtype.itemsize)
         # Zeros, not empty: attention masks unused slots, and a mask does not silence a NaN. numpy's zeros come from the system
         # untouched, so a block costs memory when it is first used; torch.zeros would write all of it at start.
+        self._segment: SharedSegment | None = None
+        if device.type == "cuda":
+            self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+            return
         size_bytes = num_blocks * self.block_nbytes
         self._segment = _new_segment(size_bytes) if is_shared else None
         memory = np.zeros(size_bytes, dtype=np.uint8) if self._segment is None else np.frombuffer(self._segment.view, np.uint8)
@@ -41,14 +56,29 @@ class KVCache:
     def copy_block(self, source: int, target: int) -> None:
         """Copy block `source`, all layers of it, over block `target`."""
         copy_blocks(self.tensor, torch.tensor([[source, target]], device=self.tensor.device))
+        if self.tensor.is_cuda:  # the source may be given back, and filled from elsewhere, as soon as this returns
+            torch.cuda.current_stream(self.tensor.device).synchronize()
 
-    def blocks(self, layout: KVLayout) -> HostBlocks:
+    def blocks(self, layout: KVLayout, settings: Settings) -> BlockMemory:
         """The same memory, as the KV transfer reads and writes it."""
+        if self.tensor.is_cuda:
+            return DeviceBlocks(
+                self.tensor,
+                staging_nbytes=settings.kv_staging_mib << 20,
+                max_chunk_nbytes=settings.kv_max_chunk_bytes,
+                is_debug=settings.debug,
+                sums_on_gpu=_sums_on_gpu(settings),
+            )
         return HostBlocks(layout, self._bytes, self._segment.offer if self._segment is not None else None)
 
     @staticmethod
     def bytes_per_block(config: ModelConfig, block_size: int, itemsize: int) -> int:
         return config.kv_bytes_per_token(itemsize) * block_size
+
+
+def _sums_on_gpu(settings: Settings) -> bool:
+    """Two processes that compute on one GPU take turns: then each checksum makes the other wait."""
+    return settings.kv_checksum_device == "cuda" or (settings.kv_checksum_device == "auto" and torch.cuda.device_count() > 1)
 
 
 def _new_segment(size_bytes: int) -> SharedSegment | None:

@@ -17,6 +17,7 @@ import torch
 
 from kernels import sampling
 from kernels.row_parameters import row_parameters
+from shared.engine.device import to_device
 from shared.engine.structured_output import TokenMask, without
 from shared.errors import InvalidRequestError
 from shared.messages import TokenLogprobs
@@ -164,6 +165,4 @@ def raw_logprobs(logits: torch.Tensor, rows: Sequence[SamplingRow], tokens: torc
 
 
 def _tensor(values: Sequence[object], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Copied without waiting for the device."""
-    tensor = torch.tensor(values, dtype=dtype)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return to_device(torch.tensor(values, dtype=dtype), device)

@@ -9,15 +9,17 @@ import numpy as np
 import torch
 
 from shared.available_memory import available_memory_bytes
+from shared.engine.dummy_weights import dummy_weight
 from shared.model_files.model_source import ModelSource
 from shared.model_files.stored_tensor import StoredTensor
-from shared.model_files.weight_names import ExpectedWeight
+from shared.model_files.weight_names import ExpectedWeight, expected_weights
 from shared.model_files.weight_reader import NUM_LOADING_THREADS, PendingWeights, check_fits, read_weight, start_loading
 
 _SAME_TYPE = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def _available_bytes(device: torch.device) -> int | None:
+def available_bytes(device: torch.device) -> int | None:
+    """Free memory of the device; None: unknown."""
     if device.type == "cuda":
         free_bytes: int = torch.cuda.mem_get_info(device)[0]
         return free_bytes
@@ -49,12 +51,15 @@ def load_weights(
     Raises ModelLoadError when the weights cannot fit in memory.
     """
     device = torch.device(device)
+    if source.format == "dummy":
+        check_fits(source, dtype.itemsize, available_bytes(device), "GPU memory" if device.type == "cuda" else "memory")
+        return {w.name: dummy_weight(w, seed, dtype, device) for seed, w in enumerate(expected_weights(source.config))}
     if pending is None and dtype is torch.float32 and device.type == "cpu":
         pending = start_loading(source, progress)
     if pending is not None:
         arrays = pending.result()
         return {name: torch.from_numpy(arrays.pop(name)).to(device=device, dtype=dtype) for name in list(arrays)}
-    check_fits(source, dtype.itemsize, _available_bytes(device), "GPU memory" if device.type == "cuda" else "memory")
+    check_fits(source, dtype.itemsize, available_bytes(device), "GPU memory" if device.type == "cuda" else "memory")
     pairs = list(source.weights())
     num_elements, num_done = source.num_parameters, 0
     weights: dict[str, torch.Tensor] = {}

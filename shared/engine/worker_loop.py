@@ -22,6 +22,7 @@ from shared.cache.redis_prefix_index import RedisPrefixIndexWriter
 from shared.clock import SystemClock
 from shared.config import Settings
 from shared.engine.engine_core import EngineCore, StepResult
+from shared.engine.layer_groups import OnLayers
 from shared.ids import new_incarnation
 from shared.lease_keeper import LeaseKeeper
 from shared.membership import WorkerRecord, WorkerStats
@@ -82,7 +83,7 @@ class WorkerLoop(ABC):
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.prefixes = PrefixExchange(
             self.layout,
-            self.engine.cache.blocks(self.layout),
+            self.engine.cache.blocks(self.layout, settings),
             self.engine.manager,
             self.incarnation,
             self.clock,
@@ -128,6 +129,10 @@ class WorkerLoop(ABC):
     @abstractmethod
     def on_scheduled(self, output: SchedulerOutput) -> None:
         """Engine thread: `output` is about to run."""
+
+    def layer_listener(self, output: SchedulerOutput) -> OnLayers | None:
+        """Engine thread: who is told, while `output` runs, of each group of layers whose KV is complete."""
+        return None
 
     @abstractmethod
     def on_computed(self, result: StepResult) -> None:
@@ -195,7 +200,7 @@ class WorkerLoop(ABC):
             return
         self.on_scheduled(output)
         try:
-            result = self.engine.run(output)
+            result = self.engine.run(output, self.layer_listener(output))
         except Exception as error:
             self._handle_failed_step(output, error)
             return

@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import json
 import logging
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -51,7 +52,8 @@ class ModelSource:
 
     name: str
     """Default name in the API."""
-    format: Literal["gguf", "safetensors"]
+    format: Literal["gguf", "safetensors", "dummy"]
+    """dummy: there is a configuration and a tokenizer, and the engine makes up the weights."""
     files: tuple[Path, ...]
     config: ModelConfig
     chat_template: str | None = field(repr=False)
@@ -62,7 +64,7 @@ class ModelSource:
 
     @property
     def num_parameters(self) -> int:
-        return sum(stored.num_elements for _, stored in self.weights())
+        return sum(math.prod(expected.shape) for expected in expected_weights(self.config))
 
     def weights(self) -> Iterator[tuple[ExpectedWeight, StoredTensor]]:
         """Each tensor the model needs with what the file holds for it. ModelLoadError names one that is missing or unfit."""
@@ -117,22 +119,23 @@ def _from_gguf(path: Path, name: str | None = None) -> ModelSource:
     )
 
 
-def _from_hf_directory(directory: Path, name: str | None = None) -> ModelSource:
+def _from_hf_directory(directory: Path, name: str | None = None, is_dummy: bool = False) -> ModelSource:
     raw_config = read_json(directory / "config.json")
     if not raw_config:
         raise ModelLoadError(f"{directory} has no config.json and no .gguf file: it is not a model")
     facts = hf_tokenizer_facts(directory)
     generation_config = read_json(directory / "generation_config.json")
     config = config_from_hf(raw_config, generation_config, facts.vocab_size, facts.add_bos, facts.bos_token_id)
-    files = safetensors_files(directory, read_json(directory / "model.safetensors.index.json").get("weight_map"))
+    weight_map = read_json(directory / "model.safetensors.index.json").get("weight_map")
+    files = () if is_dummy else safetensors_files(directory, weight_map)
     eos = config.eos_token_ids or token_id_list(raw_config.get("eos_token_id"))
     return ModelSource(
         name=name or directory.resolve().name,
-        format="safetensors",
+        format="dummy" if is_dummy else "safetensors",
         files=files,
         config=config,
         chat_template=hf_chat_template(directory),
-        fingerprint=_fingerprint(files, json.dumps(raw_config, sort_keys=True)),
+        fingerprint=_fingerprint(files, json.dumps(raw_config, sort_keys=True) + " dummy" * is_dummy),
         load_tokenizer=partial(tokenizer_from_hf, directory, eos, config.max_model_len),
         tensors=read_all(files),
     )
@@ -175,11 +178,21 @@ def _locate(model: str) -> ModelSource:
     )
 
 
-def resolve_model(model: str) -> ModelSource:
-    """Finds, reads and checks a model; no weights are loaded. Raises ModelLoadError in one line that says what to do."""
+def _dummy(model: str) -> ModelSource:
+    directory = Path(model).expanduser()
+    if not (directory / "config.json").is_file():
+        raise ModelLoadError(f"load_format 'dummy' needs a Hugging Face directory with config.json and tokenizer.json; {model!r} is none")
+    return _from_hf_directory(directory, is_dummy=True)
+
+
+def resolve_model(model: str, load_format: Literal["auto", "dummy"] = "auto") -> ModelSource:
+    """Finds, reads and checks a model; no weights are loaded. Raises ModelLoadError in one line that says what to do.
+
+    `load_format` "dummy": a Hugging Face directory of which only config.json and the tokenizer's files are needed."""
     try:
-        source = _locate(model)
+        source = _locate(model) if load_format == "auto" else _dummy(model)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise ModelLoadError(f"{model} has a field of the wrong kind: {error}") from error
-    source.check()
+    if source.format != "dummy":
+        source.check()
     return source

@@ -22,22 +22,32 @@ class StoredBytes:
     """The bytes of the regions, one after the other, each [layer][K|V][head][token][head_dim]."""
     segment_offset: int | None = None
     """Where they stand in the memory's segment, if they do."""
+    checksum: int | None = None
+    """xxh3_64 of the bytes as they stood in the blocks, where the memory has formed it: then nobody else need to."""
+
+
+Landed = memoryview | int | None
+"""What a memory says of bytes that it was given: they themselves as they are in the blocks now, where they can be looked at without a copy;
+or their xxh3_64, formed there; or nothing."""
 
 
 class BlockMemory(Protocol):
     """The KV cache of one worker as the transfer sees it. Called on the threads of the lanes, several at a time."""
 
-    segment: SegmentOffer | None
-    """Memory of this process that others of the host may read, if there is any."""
     preferred_chunk_bytes: int
     """Blocks are put together into chunks of up to this size; 0: each goes by itself."""
+
+    @property
+    def segment(self) -> SegmentOffer | None:
+        """Memory of this process that others of the host may read, if there is any."""
+        ...
 
     def read(self, regions: Sequence[Region]) -> StoredBytes:
         """May block while the bytes are on their way."""
         ...
 
-    def write(self, regions: Sequence[Region], data: memoryview) -> memoryview | None:
-        """On return the bytes have landed. Gives them as they are now, where they can be looked at without a copy."""
+    def write(self, regions: Sequence[Region], data: memoryview) -> Landed:
+        """On return the bytes have landed."""
         ...
 
     def adopt(self, segment: memoryview) -> None:

@@ -17,6 +17,7 @@ from shared.errors import ConfigurationError
 from shared.membership import WorkerRecord
 from shared.model_files.model_source import ModelSource, resolve_model
 from shared.model_files.weight_reader import PendingWeights, start_loading
+from shared.nvidia_driver import may_use_gpu
 from shared.worker.metrics import WorkerMetrics
 from shared.worker.process import on_termination, report_progress, report_status, set_up_process
 
@@ -44,9 +45,9 @@ def run_worker(role: str, settings: Settings, build: Callable[[], BuildWorker]) 
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     tracer = telemetry.setup_tracing(f"pagewire-{role}")
     try:
-        source = resolve_model(settings.model)
-        # The default engine wants fp32 on the CPU: read the weights while torch is being imported.
-        is_fp32_on_cpu = settings.dtype in ("auto", "float32") and settings.device != "cuda"
+        source = resolve_model(settings.model, settings.load_format)
+        # The default engine wants fp32 on the CPU: read the weights while torch, which knows whether there is a GPU, is being imported.
+        is_fp32_on_cpu = settings.dtype in ("auto", "float32") and not may_use_gpu(settings.device) and source.format != "dummy"
         pending = start_loading(source, report_progress) if is_fp32_on_cpu else None
         worker = build()(source, settings, tracer, report_progress, pending)
         if settings.metrics_port:

@@ -85,7 +85,7 @@ def _wrong_blocks(monkeypatch):
     draw = random.Random(0)
 
     def misdirected(regions):
-        return [replace(region, block_id=region.block_id ^ 1) if draw.random() < 0.01 else region for region in regions]
+        return [replace(region, block_id=region.block_id ^ 1) if draw.random() < 0.03 else region for region in regions]
 
     read, write = HostBlocks.read, HostBlocks.write
     monkeypatch.setattr(BytesMemory, "read", lambda self, regions: read(self, misdirected(regions)))

@@ -42,13 +42,11 @@ class DecodeHarness:
 
     def submit(self, request_id: str, prompt: list[int], deadline_s: float = 60.0, **fields: Any) -> None:
         """`fields` of DecodeRequest, or else of its sampling."""
-        own = {name: fields.pop(name) for name in list(fields) if name in DecodeRequest.model_fields}
+        own = {"transfer_id": None} | {name: fields.pop(name) for name in list(fields) if name in DecodeRequest.model_fields}
         sampling = SamplingParams(**fields)
         self.worker.accept(
             b"router",
-            DecodeRequest(
-                request_id=request_id, transfer_id=None, token_ids=tuple(prompt), sampling=sampling, deadline_s=deadline_s, **own
-            ),
+            DecodeRequest(request_id=request_id, token_ids=tuple(prompt), sampling=sampling, deadline_s=deadline_s, **own),
         )
 
     def abort(self, request_id: str, sequence_index: int | None = None) -> None:

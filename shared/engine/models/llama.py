@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -73,9 +74,15 @@ class LlamaForCausalLM:
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
 
-    def forward(self, token_ids: torch.Tensor, metadata: AttentionMetadata, cache: KVCache) -> torch.Tensor:
-        """token_ids: [num_tokens], flattened batch; writes their KV. Returns the hidden states (after the last norm) of
-        `metadata.hidden_rows`: [len(hidden_rows), hidden_size]."""
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        metadata: AttentionMetadata,
+        cache: KVCache,
+        after_layer: Callable[[int], None] = lambda _index: None,
+    ) -> torch.Tensor:
+        """token_ids: [num_tokens], flattened batch; writes their KV, and calls `after_layer` when layer `index` has (on a GPU: has been
+        queued to). Returns the hidden states (after the last norm) of `metadata.hidden_rows`: [len(hidden_rows), hidden_size]."""
         config = self.config
         cos, sin = self._rotary.cos, self._rotary.sin
         sizes = [config.num_heads * config.head_dim] + [config.num_kv_heads * config.head_dim] * 2
@@ -87,6 +94,7 @@ class LlamaForCausalLM:
             rotary_embedding_and_cache(query, key, value, metadata.positions, cos, sin, key_cache, value_cache, metadata.slot_mapping)
             x = x + layer.output(metadata.attention(query, key_cache, value_cache, self._scale).flatten(1))
             x = x + layer.down(silu_and_mul(layer.gate_up(self._norm(x, layer.post_attention_norm))))
+            after_layer(index)
         return self._norm(x[metadata.hidden_rows], self._final_norm)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

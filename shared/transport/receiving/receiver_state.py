@@ -567,8 +567,9 @@ class ReceiverState:
         # The sender's memory may change while it is read: what is checked is what has landed. It counts for nothing until then.
         decoded = plan.codec.decode(source, num_groups)
         landed = self._memory.write(regions, decoded)
-        is_copy = landed is not None and decoded is source
-        return checksum(landed if landed is not None and is_copy else source) == header.checksum
+        if landed is None or decoded is not source:
+            landed = source
+        return (landed if isinstance(landed, int) else checksum(landed)) == header.checksum
 
     def _settle(self, stream: Stream, header: DataHeader, is_sound: bool, fault: str) -> None:
         now = self._clock.now_s()

@@ -16,7 +16,8 @@ def read_message(memory: BlockMemory, message: DataMessage) -> tuple[DataHeader,
     stored = memory.read(message.regions)
     payload = message.codec.encode(stored.view, 2 * header.layer_count * header.block_count)
     if header.checksum_algo is ChecksumCode.NONE and header.msg_type is MessageType.CHUNK:
-        header = replace(header, checksum_algo=ChecksumCode.XXH3_64, checksum=checksum(payload))
+        digest = stored.checksum if stored.checksum is not None and payload is stored.view else checksum(payload)
+        header = replace(header, checksum_algo=ChecksumCode.XXH3_64, checksum=digest)
     if message.by_notice and stored.segment_offset is not None and payload is stored.view:
         header = replace(header, flags=header.flags | Flags.SHARED_MEMORY, segment_offset=stored.segment_offset)
         return header, memoryview(b""), ChunkRead(header, stored)

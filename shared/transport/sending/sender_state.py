@@ -167,11 +167,7 @@ class SenderState:
             for block_index, block_id in blocks:
                 if not 0 <= block_index < num_blocks:
                     continue
-                for fresh in transfer.note_queued(block_index, first, count):
-                    if transfer.phase is Phase.OFFERED:
-                        transfer.early.append((block_index, block_id, *fresh))
-                    else:
-                        self._take_block(transfer, block_index, block_id, fresh)
+                transfer.ready.extend((block_index, block_id, *fresh) for fresh in transfer.note_queued(block_index, first, count))
             self._pump(transfer)
 
     def commit(self, transfer_id: str, hidden_state: bytes, num_cached_tokens: int) -> None:
@@ -317,7 +313,7 @@ class SenderState:
                     self._fail(transfer, "the request's deadline passed during the KV transfer")
                     continue
                 self._keep_alive(transfer, now)
-                if transfer.pending or transfer.resend:
+                if transfer.has_unsent:
                     self._pump(transfer)  # it may have waited for room that others have left
             if transfers and now - connection.last_heartbeat_s > HEARTBEAT_S:
                 connection.last_heartbeat_s = now
@@ -446,9 +442,6 @@ class SenderState:
         transfer.last_progress_s = self._clock.now_s()
         unit_nbytes = plan.layer_nbytes(plan.unit_tokens) * self._layout.num_layers
         self._counters["bytes_deduped"] += (num_units - len(transfer.missing)) * unit_nbytes
-        early, transfer.early = transfer.early, []
-        for block_index, block_id, first, count in early:
-            self._take_block(transfer, block_index, block_id, (first, count))
         outgoing = self._outgoing[transfer.transfer_id]
         outgoing.num_waiting -= 1
         if outgoing.num_waiting == 0:
@@ -492,14 +485,10 @@ class SenderState:
 
     # Sending
 
-    def _take_block(self, transfer: SenderTransfer, block_index: int, block_id: int, layers: tuple[int, int]) -> None:
-        connection = self._connections[transfer.peer]
-        transfer.take_block(connection.agreed, block_index, block_id, layers, connection.max_chunk_bytes)
-
     def _pump_others(self, than: SenderTransfer) -> None:
         """Those to the same peer that waited for its lanes to have room."""
         for transfer in self._transfers_to(than.peer):
-            if transfer is not than and (transfer.pending or transfer.resend):
+            if transfer is not than and transfer.has_unsent:
                 self._pump(transfer)
 
     def _pump(self, transfer: SenderTransfer) -> None:
@@ -512,8 +501,8 @@ class SenderState:
             while len(transfer.in_flight) < transfer.credits and not connection.is_full:
                 if transfer.resend:
                     self._send_chunk(transfer, connection, transfer.resend.popleft())
-                elif transfer.pending:
-                    transfer.sent.append(transfer.next_chunk(connection.agreed, preferred))
+                elif transfer.cut_next(connection.agreed, connection.max_chunk_bytes):
+                    transfer.sent.append(transfer.next_chunk(connection.agreed, preferred, connection.max_chunk_bytes))
                     self._send_chunk(transfer, connection, len(transfer.sent) - 1)
                 else:
                     break
@@ -524,7 +513,7 @@ class SenderState:
             logger.exception("KV transfer %s: cannot send", transfer.transfer_id)
             self._fail(transfer, f"the prefill worker cannot send: {error}")
             return
-        is_all_read = not (transfer.pending or transfer.resend or transfer.num_reading)
+        is_all_read = not (transfer.has_unsent or transfer.num_reading)
         if transfer.commit_request is not None and transfer.commit is None and is_all_read:
             self._make_commit(transfer, transfer.commit_request)
 
@@ -533,7 +522,7 @@ class SenderState:
         now = self._clock.now_s()
         if transfer.starved_s is not None:
             self._counters["credits_starved_ms"] += 1000 * (now - transfer.starved_s)
-        transfer.starved_s = now if transfer.pending or transfer.resend else None
+        transfer.starved_s = now if transfer.has_unsent else None
 
     def _send_chunk(self, transfer: SenderTransfer, connection: Connection, seq: int) -> None:
         chunk = transfer.sent[seq]
@@ -647,6 +636,7 @@ class SenderState:
         del outgoing.parts[transfer.peer]
         outgoing.ending.append(transfer)
         self._release(transfer, list(transfer.in_flight))
+        transfer.ready.clear()
         transfer.pending.clear()
         transfer.resend.clear()
         if transfer.num_reading:

@@ -65,8 +65,9 @@ class SenderTransfer:
     """Units."""
     queued: dict[int, int] = field(default_factory=dict)
     """Block index -> bit mask of the layers handed to send_blocks."""
-    early: list[tuple[int, int, int, int]] = field(default_factory=list)
-    """(block index, block id, first layer, layers) handed over before the grant."""
+    ready: deque[tuple[int, int, int, int]] = field(default_factory=deque)
+    """(block index, block id, first layer, layers) handed over and not cut into chunks: that happens as they are sent, since many blocks at
+    once would keep the control thread from its peers."""
     pending: deque[Chunk] = field(default_factory=deque)
     sent: list[Chunk] = field(default_factory=list)
     """Chunks in the order of their chunk_seq."""
@@ -89,8 +90,10 @@ class SenderTransfer:
 
     def note_queued(self, block_index: int, layer_start: int, layer_count: int) -> list[tuple[int, int]]:
         """The layer ranges of these that were not handed over before."""
-        mask = self.queued.get(block_index, 0)
-        self.queued[block_index] = mask | (((1 << layer_count) - 1) << layer_start)
+        mask, wanted = self.queued.get(block_index, 0), ((1 << layer_count) - 1) << layer_start
+        self.queued[block_index] = mask | wanted
+        if not mask & wanted:
+            return [(layer_start, layer_count)]
         fresh: list[tuple[int, int]] = []
         for layer in range(layer_start, layer_start + layer_count):
             if mask >> layer & 1:
@@ -101,10 +104,14 @@ class SenderTransfer:
                 fresh.append((layer, 1))
         return fresh
 
-    def take_block(self, plan: WirePlan, block_index: int, block_id: int, layers: tuple[int, int], max_chunk_bytes: int) -> None:
-        """Queue the chunks of one block, of those of its units that are missing."""
+    def cut_next(self, plan: WirePlan, max_chunk_bytes: int) -> bool:
+        """See that a chunk is pending, from the blocks that are ready and missing. False: there is nothing left to send."""
+        while not self.pending and self.ready:
+            self._cut_block(plan, *self.ready.popleft(), max_chunk_bytes)
+        return bool(self.pending)
+
+    def _cut_block(self, plan: WirePlan, block_index: int, block_id: int, first: int, count: int, max_chunk_bytes: int) -> None:
         per_chunk = plan.layers_per_chunk(max_chunk_bytes)
-        first, count = layers
         for unit in plan.units_of(block_index, plan.src.block_size, self.num_prompt_tokens):
             if unit not in self.missing:
                 continue
@@ -114,13 +121,13 @@ class SenderTransfer:
                 region = plan.source_region(block_id, unit, num_tokens, start, size)
                 self.pending.append(Chunk(unit, num_tokens, start, size, (region,)))
 
-    def next_chunk(self, plan: WirePlan, preferred_chunk_bytes: int) -> Chunk:
-        """The next of the pending ones, with those after it that fit into a chunk of the preferred size put together."""
+    def next_chunk(self, plan: WirePlan, preferred_chunk_bytes: int, max_chunk_bytes: int) -> Chunk:
+        """The next of the pending ones, of which there is one, and with it those after it that fit into a chunk of the preferred size."""
         chunk = self.pending.popleft()
         unit_nbytes = plan.layer_nbytes(chunk.num_tokens) * chunk.layer_count
         regions = list(chunk.regions)
         skipped: list[Chunk] = []
-        while self.pending and (len(regions) + 1) * unit_nbytes <= preferred_chunk_bytes:
+        while (len(regions) + 1) * unit_nbytes <= preferred_chunk_bytes and self.cut_next(plan, max_chunk_bytes):
             other = self.pending[0]
             if (other.layer_start, other.layer_count) != (chunk.layer_start, chunk.layer_count) and len(skipped) < plan.src.num_layers:
                 skipped.append(self.pending.popleft())  # another layer range of the same unit
@@ -131,6 +138,10 @@ class SenderTransfer:
         self.pending.extendleft(reversed(skipped))
         chunk.regions = tuple(regions)
         return chunk
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self.resend or self.pending or self.ready)
 
     def unqueued(self, plan: WirePlan) -> list[int]:
         """Blocks that are missing, in part at least, and were never handed over whole."""

@@ -1,0 +1,84 @@
+"""Paged attention of one step on an NVIDIA GPU: the decode kernel for requests of one new token, the chunked one for the rest.
+
+Same meaning and call as kernels/cpu_attention.py. Block tables and lengths go to the GPU once and are used by all layers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from kernels import flash_attention
+from kernels.flash_attention import BLOCK_SIZES, HEAD_DIMS
+from kernels.paged_attention import PagedAttentionPlan
+
+
+def unsupported(head_dim: int, block_size: int) -> str | None:
+    """Why no kernel serves these sizes, and what to do; None when one does."""
+    if head_dim not in HEAD_DIMS:
+        return f"head size {head_dim} has no GPU kernel (those with one: {', '.join(map(str, HEAD_DIMS))}); set PAGEWIRE_DEVICE=cpu"
+    if block_size not in BLOCK_SIZES:
+        return f"block_size {block_size} has no GPU kernel; set PAGEWIRE_BLOCK_SIZE to one of {', '.join(map(str, BLOCK_SIZES))}"
+    return None
+
+
+def prepare(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
+    """Compile and load what steps will launch; `query`: [>= 1, num_heads, head_dim], strided as the model's. Writes nothing that stays."""
+    flash_attention.prepare(query, key_cache, value_cache)
+    GPUPagedAttention([[0]], [0, 1], [1], key_cache.shape[2], query.device)(query[:1], key_cache, value_cache, 1.0)
+
+
+class GPUPagedAttention:
+    """`block_tables[i]` covers seq_lens[i] tokens; request i owns rows query_start_loc[i : i + 2], the last of its positions. Requests of
+    one new token that stand in front are served by the decode kernel."""
+
+    def __init__(
+        self,
+        block_tables: Sequence[Sequence[int]],
+        query_start_loc: Sequence[int],
+        seq_lens: Sequence[int],
+        block_size: int,
+        device: torch.device,
+    ) -> None:
+        query_lens = [end - start for start, end in itertools.pairwise(query_start_loc)]
+        self._num_decode = next((i for i, length in enumerate(query_lens) if length != 1), len(query_lens))
+        widths = [-(-length // block_size) for length in seq_lens]
+        if any(len(table) < width for table, width in zip(block_tables, widths, strict=True)):
+            raise ValueError("a block table is shorter than its sequence; give ceil(seq_len / block_size) blocks")
+        tables = torch.zeros(len(seq_lens), max(widths, default=1), dtype=torch.int32)
+        for i, (table, width) in enumerate(zip(block_tables, widths, strict=True)):
+            tables[i, :width] = torch.tensor(table[:width], dtype=torch.int32)
+        # One copy for all three: each has a price of its own.
+        parts = (tables.flatten(), torch.tensor(query_start_loc, dtype=torch.int32), torch.tensor(seq_lens, dtype=torch.int32))
+        packed = torch.cat(parts).pin_memory().to(device, non_blocking=True)
+        on_device = torch.split(packed, [part.numel() for part in parts])
+        self._tables, self._starts, self._lens = on_device[0].view(tables.shape), on_device[1], on_device[2]
+        self._seq_lens = list(seq_lens)
+        self._query_lens = query_lens
+        self._chunk_starts: torch.Tensor | None = None
+        self._plan: PagedAttentionPlan | None = None
+
+    def __call__(self, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float) -> torch.Tensor:
+        """query: [num_tokens, num_heads, head_dim], rows may be strided; caches of one layer: [num_blocks, num_kv_heads, block_size,
+        head_dim] in the query's dtype. Returns a contiguous tensor like the query. All layers of a step have the same shapes."""
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        num_decode = 0 if query.dtype is torch.float32 else self._num_decode  # which the decode kernel does not take
+        if num_decode:
+            rows = query[:num_decode]
+            if self._plan is None:
+                lens = self._seq_lens[:num_decode]
+                self._plan = PagedAttentionPlan(
+                    rows, key_cache, value_cache, self._tables[:num_decode], self._lens[:num_decode], max(lens), scale,
+                    num_kv_tokens=sum(lens),
+                )  # fmt: skip
+            self._plan.run(rows, key_cache, value_cache, out[:num_decode])
+        if num_decode < len(self._seq_lens):
+            if self._chunk_starts is None:
+                self._chunk_starts = self._starts[num_decode:] - num_decode
+            flash_attention.flash_attention(
+                query[num_decode:], key_cache, value_cache, self._tables[num_decode:], self._chunk_starts, self._lens[num_decode:],
+                max(self._query_lens[num_decode:]), max(self._seq_lens[num_decode:]), scale, out=out[num_decode:],
+            )  # fmt: skip
+        return out
