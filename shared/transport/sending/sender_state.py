@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from shared.clock import Clock
 from shared.config import Settings
-from shared.errors import PagewireError
+from shared.errors import PagewireError, ProtocolError
 from shared.messages import KVPeer
 from shared.transport.connector import BlockMemory, ChunkRead, DataMessage, SenderEvents, SenderWire, StoredBytes
 from shared.transport.protocol import control
@@ -434,6 +434,8 @@ class SenderState:
         assert isinstance(message, control.Grant)
         if transfer.phase is not Phase.OFFERED:
             return
+        if not self._connections[transfer.peer].is_ready:
+            raise ProtocolError("the decode worker granted what it was not offered: it has not answered HELLO yet")
         plan = self._connections[transfer.peer].agreed
         num_units = plan.num_units(transfer.num_prompt_tokens)
         transfer.missing = frozenset(from_ranges(message.missing, num_units))

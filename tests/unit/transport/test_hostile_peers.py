@@ -1,0 +1,27 @@
+"""Peers that hold a key and mean harm: what they say costs them their own transfers at most."""
+
+import json
+import zlib
+
+import pytest
+from kv_transfer_pairs import TRANSFER, MemoryPair
+
+from shared.errors import ProtocolError
+from shared.transport.protocol import control
+
+
+def _framed(message: control.ControlMessage, **changes: object) -> bytes:
+    """As `encode` would, also what the model does not allow."""
+    body = json.dumps({**message.model_dump(), **changes}).encode()
+    return control._PREFIX.pack(control._MAGIC, zlib.crc32(body)) + body
+
+
+def test_grant_before_hello_was_answered_ends_that_transfer_and_nothing_else():
+    pair = MemoryPair()
+    pair.network.kill("decode-0")
+    pair.offer(16)
+    (connection,) = pair.sender._connections
+    pair.sender.on_control(connection, control.Grant(
+        transfer_id=TRANSFER, src_incarnation=22, dst_incarnation=11, grant_id=1, slot_gen=1, missing=(), credits=1
+    ))  # fmt: skip
+    assert "HELLO" in pair.sender_log.ended[TRANSFER][0]
