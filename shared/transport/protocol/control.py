@@ -87,7 +87,7 @@ class Offer(ControlMessage):
     num_prompt_tokens: U32
     block_hashes: str = Field(pattern=r"^([0-9a-f]{2})*$")
     """Hashes of the full blocks in chain order, hex, one after the other."""
-    deadline_s: float
+    deadline_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Grant(ControlMessage):
