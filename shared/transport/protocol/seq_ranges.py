@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
 from shared.errors import ProtocolError
@@ -31,29 +32,42 @@ def from_ranges(ranges: Sequence[tuple[int, int]], end: int) -> list[int]:
 
 
 class SeqSet:
-    """Numbers seen so far, most of which form one run from 0: memory is the number of those ahead of the run."""
+    """Numbers seen so far, which form few runs: memory, and the time to list them, grow with the runs, not with the numbers."""
 
     def __init__(self) -> None:
-        self._run = 0
-        self._ahead: set[int] = set()
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        """Of the runs, ascending; no two touch."""
+        self._count = 0
 
     def __contains__(self, value: int) -> bool:
-        return value < self._run or value in self._ahead
+        run = bisect_right(self._starts, value) - 1
+        return run >= 0 and value < self._ends[run]
 
     def __len__(self) -> int:
-        return self._run + len(self._ahead)
+        return self._count
 
     def add(self, value: int) -> None:
         if value in self:
             return
-        self._ahead.add(value)
-        while self._run in self._ahead:
-            self._ahead.remove(self._run)
-            self._run += 1
+        self._count += 1
+        after = bisect_right(self._starts, value)
+        ends_here = after > 0 and self._ends[after - 1] == value
+        starts_next = after < len(self._starts) and self._starts[after] == value + 1
+        if ends_here and starts_next:
+            self._ends[after - 1] = self._ends.pop(after)
+            del self._starts[after]
+        elif ends_here:
+            self._ends[after - 1] = value + 1
+        elif starts_next:
+            self._starts[after] = value
+        else:
+            self._starts.insert(after, value)
+            self._ends.insert(after, value + 1)
 
     def missing_below(self, end: int) -> list[int]:
-        return [value for value in range(self._run, end) if value not in self._ahead]
+        gaps = zip([0, *self._ends], [*self._starts, end], strict=True)
+        return [value for start, stop in gaps for value in range(start, min(stop, end))]
 
     def ranges(self) -> Ranges:
-        ahead = to_ranges(self._ahead)
-        return ((0, self._run), *ahead) if self._run else ahead
+        return tuple((start, end - start) for start, end in zip(self._starts, self._ends, strict=True))

@@ -547,6 +547,8 @@ class ReceiverState:
         try:
             if header.checksum_algo is not ChecksumCode.XXH3_64 or not stream.plan.describes(header):
                 raise ProtocolError("a chunk has another shape than agreed at HELLO")
+            if header.chunk_seq >= len(stream.received) + self._settings.kv_credits:
+                raise ProtocolError(f"chunk {header.chunk_seq} is beyond the {self._settings.kv_credits} credits of this grant")
             stream.claim(header)
         except ProtocolError as error:
             self._counters["bad_headers"] += 1

@@ -2,9 +2,10 @@
 
 import json
 import zlib
+from dataclasses import replace
 
 import pytest
-from kv_transfer_pairs import TRANSFER, MemoryPair
+from kv_transfer_pairs import SETTINGS, TRANSFER, MemoryPair
 
 from shared.errors import ProtocolError
 from shared.transport.protocol import control
@@ -36,3 +37,21 @@ def test_offer_without_an_end_is_refused(deadline_s):
     assert control.decode(_framed(offer)) == offer
     with pytest.raises(ProtocolError, match="deadline_s"):
         control.decode(_framed(offer, deadline_s=deadline_s))
+
+
+def test_sender_that_goes_beyond_its_credits_fails_its_transfer():
+    """Else what is missing between the chunks that came could grow until no CREDIT can name it."""
+    pair = MemoryPair()
+    sent = []
+    pair.network.post_data = lambda sender, endpoint, lane, header, payload: sent.append((header, bytes(payload)))
+    pair.offer(64)
+    pair.expect(64, list(range(16)))
+    pair.send_all(64)
+    pair.network.run(1.0, lambda: len(sent) == SETTINGS.kv_credits)
+    header, payload = sent[0]
+    pair.receiver.on_data(0, replace(header, chunk_seq=SETTINGS.kv_credits - 1).pack(), memoryview(payload))
+    assert pair.receiver.counters()["chunks_received"] == 1
+    header, payload = sent[1]
+    pair.receiver.on_data(0, replace(header, chunk_seq=SETTINGS.kv_credits + 1).pack(), memoryview(payload))
+    pair.receiver.deliver_events()
+    assert "credits" in pair.receiver_log.ended[TRANSFER][0]

@@ -15,7 +15,9 @@ def test_ranges_are_the_set_again(values):
         seen.add(value)
     assert seen.ranges() == to_ranges(values)
     assert len(seen) == len(set(values))
-    assert seen.missing_below(41) == [value for value in range(41) if value not in set(values)]
+    for end in (0, 20, 41):
+        assert seen.missing_below(end) == [value for value in range(end) if value not in set(values)]
+    assert all((value in seen) == (value in values) for value in range(42))
 
 
 @pytest.mark.parametrize("ranges", [((0, 1 << 60),), ((-1, 2),), ((3, 0),), ((9, 2),), ((0, 6), (0, 6))])
