@@ -192,6 +192,8 @@ class WorkerLoop(ABC):
 
     def _turn(self) -> None:
         self._drain_inbox()
+        if not self.prefixes.is_alive:
+            raise RuntimeError("the KV transfer has stopped; a fresh process can serve, this one cannot")
         self.before_schedule()
         output = self.engine.schedule()
         if output is None:

@@ -81,6 +81,11 @@ class PrefixExchange:
         with self._lock:
             return {**ends, **self._counters}
 
+    @property
+    def is_alive(self) -> bool:
+        """False once either end has stopped, which it does by itself only when it has failed: then no transfer would ever end."""
+        return self.sender.is_alive and self.receiver.is_alive
+
     def close(self) -> None:
         self.sender.close()
         self.receiver.close()

@@ -156,6 +156,11 @@ class KVReceiver:
     def counters(self) -> dict[str, float]:
         return self.state.counters()
 
+    @property
+    def is_alive(self) -> bool:
+        """False once its control thread has ended: nothing expected after that would ever end."""
+        return not self._is_stopping.is_set()
+
     def close(self) -> None:
         """Abort what lives (on_failed follows for each), say goodbye, end all threads; at most two seconds."""
         if self._is_stopping.is_set():
@@ -269,6 +274,9 @@ class KVReceiver:
     def _send(self, peer: str, message: control.ControlMessage) -> None:
         try:
             self._router.send_multipart([peer.encode("latin-1"), control.encode(message)], zmq.NOBLOCK)
+        except ProtocolError as error:
+            logger.error("KV control message not sent: %s", error.message)
+            self.state.count_malformed()
         except zmq.Again:
             # Its queue is full: it does not read. All control messages can be repeated; silence ends the transfer.
             self.state.count_malformed()

@@ -207,3 +207,13 @@ def test_another_incarnation_gets_nothing(holder: Worker, puller: Worker) -> Non
     ask(holder, puller)
     holder.run_until(lambda: holder.manager.num_used() == 0, 2.0)
     assert puller.exchange.counters()["bytes_received"] == 0
+
+
+def test_exchange_whose_receiver_has_failed_says_so_and_ends_its_pulls(puller: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that went on would let every later request wait for its deadline."""
+    request = puller.request("a")
+    ended = start(puller, PrefixPull(transfer_id=new_transfer_id(), num_blocks=NUM_BLOCKS, timeout_s=30.0), request)
+    assert puller.exchange.is_alive
+    monkeypatch.setattr(puller.exchange.receiver.state, "tick", lambda: 1 / 0)
+    puller.run_until(lambda: ended and not puller.exchange.is_alive, 3.0)
+    assert request.num_computed_tokens == 0
