@@ -171,6 +171,23 @@ def test_lane_given_up_lets_go_of_all_it_was_to_send():
         assert pair.sender.counters()["lanes_given_up"] == 1
 
 
+def test_lane_that_was_never_reached_is_done_without():
+    """A firewall that knows of two ports and not of the third."""
+    with proxied_pair(kv_credits=32) as pair:
+        pair.lanes[0].forward.is_frozen = pair.lanes[0].back.is_frozen = True
+        assert pair.run() < 2.0
+        assert pair.is_exact
+
+
+def test_peer_without_a_lane_that_can_be_reached_is_known_for_it():
+    with proxied_pair() as pair:
+        for lane in pair.lanes:
+            lane.forward.is_frozen = lane.back.is_frozen = True
+        pair.run()
+        (reason,) = pair.sender_log.ended[TRANSFER]
+        assert "could be reached" in reason and str(pair.settings.kv_advertise_port + 2) in reason
+
+
 def test_aborted_transfer_gives_its_blocks_back_also_while_its_lanes_are_broken():
     with proxied_pair(kv_credits=32) as pair:
         pair.run()

@@ -28,6 +28,8 @@ DISCONNECT_GRACE_S = 1.0
 """A control connection that is not back after this is a dead peer. Whoever comes back within it goes on where it was."""
 LANE_GRACE_S = 0.3
 """What was on a lane that is not back after this goes over the others."""
+LANES_TIMEOUT_S = 4.0
+"""A peer that answers, but of whose lanes none could be opened within this, cannot be sent to: a firewall, most often."""
 TICK_S = 0.05
 """How often the deadlines are looked at while transfers live."""
 HEARTBEAT_S = 0.4

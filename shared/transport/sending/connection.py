@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from shared.transport.protocol.limits import LANE_GRACE_S, MAX_CHUNKS_PER_PEER
+from shared.transport.protocol.limits import LANE_GRACE_S, LANES_TIMEOUT_S, MAX_CHUNKS_PER_PEER
 from shared.transport.protocol.transport_name import TransportName
 from shared.transport.protocol.wire_plan import WirePlan
 
@@ -13,7 +13,8 @@ from shared.transport.protocol.wire_plan import WirePlan
 class Lane:
     num_in_flight: int = 0
     broken_s: float | None = None
-    """Since when its connection has been broken."""
+    """Since when it has had no connection."""
+    was_connected: bool = False
     is_out: bool = False
     """Broken for too long: what was on it went to the others."""
 
@@ -30,6 +31,7 @@ class Connection:
     last_heartbeat_s: float = 0.0
     is_draining: bool = False
     lanes: list[Lane] = field(default_factory=list)
+    lane_endpoints: tuple[str, ...] = ()
     plan: WirePlan | None = None
     """None until it has answered HELLO."""
     max_chunk_bytes: int = 0
@@ -54,6 +56,12 @@ class Connection:
 
     def least_loaded(self) -> int:
         return min(self.live_lanes(), key=lambda index: self.lanes[index].num_in_flight)
+
+    def is_out_of_reach(self, now: float) -> bool:
+        """None of its lanes has ever been connected, and there was time enough."""
+        return bool(self.lanes) and all(
+            lane.broken_s is not None and not lane.was_connected and now - lane.broken_s > LANES_TIMEOUT_S for lane in self.lanes
+        )
 
     def given_up(self, now: float) -> list[int]:
         """Lanes that have just been broken for too long, while another one lives; they are out from now on."""

@@ -185,7 +185,8 @@ class KVSender:
         self._links[peer].lanes = [
             SenderLane(endpoint, max_chunk_bytes, self._memory, on_read, self._tap, secure) for endpoint in endpoints
         ]
-        for lane in self._links[peer].lanes:
+        for index, lane in enumerate(self._links[peer].lanes):
+            self._state.on_lane(peer, index, is_connected=False)
             for probe in probes:
                 lane.send(probe)
 

@@ -243,15 +243,17 @@ class SenderState:
             self._send_hello(connection)
 
     def on_lane(self, peer: str, lane: int, *, is_connected: bool) -> None:
-        """A lane's connection broke or is back: what was on it may be lost."""
+        """A lane's connection broke or is there (again): what was on it may be lost. Who opens lanes says first that they are not connected."""
         connection = self._connections.get(peer)
         if connection is None or lane >= len(connection.lanes):
             return
+        known = connection.lanes[lane]
+        known.was_connected = known.was_connected or is_connected
         if not is_connected:
-            connection.lanes[lane].broken_s = self._clock.now_s()
-        elif connection.lanes[lane].broken_s is not None:
-            connection.lanes[lane].broken_s = None
-            connection.lanes[lane].is_out = False
+            known.broken_s = self._clock.now_s() if known.broken_s is None else known.broken_s
+        elif known.broken_s is not None:
+            known.broken_s = None
+            known.is_out = False
             for transfer in self._transfers_to(peer):
                 if transfer.sent:
                     self._send_fence(transfer)
@@ -298,6 +300,10 @@ class SenderState:
                     self.on_peer_lost(connection.key, f"the decode worker did not answer HELLO within {HELLO_TIMEOUT_S} s")
                 elif now - connection.last_hello_s > HELLO_RETRY_S:
                     self._send_hello(connection)
+                continue
+            if connection.is_out_of_reach(now):
+                where = ", ".join(connection.lane_endpoints)
+                self.on_peer_lost(connection.key, f"no data lane of the decode worker could be reached: let connections through to {where}")
                 continue
             for lane in connection.given_up(now):
                 self._give_up_lane(connection, lane)
@@ -399,7 +405,7 @@ class SenderState:
             return
         connection.plan = plan
         connection.transport = message.transport
-        connection.lanes = [Lane() for _ in endpoints]
+        connection.lanes, connection.lane_endpoints = [Lane() for _ in endpoints], endpoints
         is_probed = connection.transport != "shm"
         self._wire.open_lanes(connection.key, endpoints, probes if is_probed else [], message.are_lanes_encrypted)
         for transfer in self._transfers_to(connection.key):
