@@ -2,7 +2,8 @@
 
 Two workers of one format exchange bytes. Where they differ, only what is exact happens by itself: the sender's format travels, and the
 receiver widens it. Where it is asked for (kv_wire_dtype = "fp8" at both ends), fp32, bf16 and fp16 travel as E4M3 with one fp32 factor for
-K and one for V of each layer of each unit: every value arrives within 1/16 of itself, or within 3e-6 of the largest one of its group.
+K and one for V of each layer of each unit: every value arrives within 1/16 of itself, or within 3e-6 of the largest one of its group (or of
+2^-126). What is no finite number arrives as NaN and harms no other; what is too large for the receiver's format arrives as its largest.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ _WIDER = {
     KVDtype.FLOAT8_E5M2: {KVDtype.FLOAT16, KVDtype.BFLOAT16, KVDtype.FLOAT32},
 }
 """Formats that hold every value of the key."""
-_FP8_MAX = 448.0
+_FP8_MAX = np.float32(448)
+_FLOAT32_TINY = np.finfo(np.float32).tiny
+_FLOAT16_MAX = np.float32(65504)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,11 @@ class WireCodec:
             return data
         values = np.frombuffer(data, _NUMPY[self.source]).reshape(num_groups, -1).astype(np.float32)
         largest = np.abs(values).max(axis=1)
-        factors = np.where(largest > 0, largest / _FP8_MAX, np.float32(1)).astype(np.float32)
+        if not np.isfinite(largest).all():
+            values[~np.isfinite(values)] = np.nan
+            largest = np.abs(values).max(axis=1, where=np.isfinite(values), initial=0)
+        # A denormal factor would be too coarse, or zero.
+        factors = np.maximum(largest / _FP8_MAX, _FLOAT32_TINY).astype(np.float32)
         coded = (values / factors[:, None]).astype(ml_dtypes.float8_e4m3fn)
         return np.concatenate([coded.view(np.uint8).reshape(-1), factors.view(np.uint8)]).data
 
@@ -76,4 +83,6 @@ class WireCodec:
             return coded.astype(_NUMPY[self.target]).view(np.uint8).data
         factors = np.frombuffer(payload[data_nbytes:], np.float32)
         values = coded.reshape(num_groups, -1).astype(np.float32) * factors[:, None]
+        if self.target is KVDtype.FLOAT16:
+            np.clip(values, -_FLOAT16_MAX, _FLOAT16_MAX, out=values)
         return values.astype(_NUMPY[self.target]).view(np.uint8).reshape(-1).data
