@@ -79,7 +79,8 @@ class DeviceBlocks:
         self._sums_on_gpu = sums_on_gpu
         self._cache = cache
         self._device = cache.device
-        self._new_ring = partial(StagingRing, max(2, staging_nbytes // max_chunk_nbytes), max_chunk_nbytes, is_debug=is_debug)
+        self.max_chunks_held = max(2, staging_nbytes // max_chunk_nbytes)
+        self._new_ring = partial(StagingRing, self.max_chunks_held, max_chunk_nbytes, is_debug=is_debug)
         self._known_ring: StagingRing | None = None
         self._lock = threading.Lock()
         self._lane = _Lane(self._device)

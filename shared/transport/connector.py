@@ -36,6 +36,8 @@ class BlockMemory(Protocol):
 
     preferred_chunk_bytes: int
     """Blocks are put together into chunks of up to this size; 0: each goes by itself."""
+    max_chunks_held: int
+    """What was read may be referenced for this many chunks at a time, or `read` waits; 0: for any number."""
 
     @property
     def segment(self) -> SegmentOffer | None:

@@ -19,6 +19,7 @@ class HostBlocks:
 
     preferred_chunk_bytes = 0
     """Blocks go one by one: put together they would have to be copied first."""
+    max_chunks_held = 0
 
     def __init__(self, layout: KVLayout, memory: memoryview, segment: SegmentOffer | None = None) -> None:
         self.segment = segment

@@ -17,7 +17,7 @@ CONTROL_RATE_PER_S = 2000.0
 CONTROL_BURST = 8000
 """Control messages of one peer that are listened to; what it says beyond that is dropped."""
 MAX_CHUNKS_PER_PEER = 64
-"""Chunks on the way to one peer, of all its transfers: a slow one cannot take all the staging memory."""
+"""Chunks on the way to one peer, of all its transfers."""
 MAX_TOMBSTONES = 4096
 """Ended transfers remembered, to answer a peer that has not heard yet."""
 MAX_CHUNK_DAMAGES = 2

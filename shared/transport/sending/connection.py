@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from shared.transport.protocol.limits import LANE_GRACE_S, LANES_TIMEOUT_S, MAX_CHUNKS_PER_PEER
+from shared.transport.protocol.limits import LANE_GRACE_S, LANES_TIMEOUT_S
 from shared.transport.protocol.transport_name import TransportName
 from shared.transport.protocol.wire_plan import WirePlan
 
@@ -47,8 +47,8 @@ class Connection:
         return self.plan
 
     @property
-    def is_full(self) -> bool:
-        return sum(lane.num_in_flight for lane in self.lanes) >= MAX_CHUNKS_PER_PEER
+    def num_in_flight(self) -> int:
+        return sum(lane.num_in_flight for lane in self.lanes)
 
     def live_lanes(self) -> list[int]:
         """Never empty: when all are broken, all are hoped for."""

@@ -25,6 +25,7 @@ from shared.transport.protocol.limits import (
     HELLO_RETRY_S,
     HELLO_TIMEOUT_S,
     LATE_TICK_S,
+    MAX_CHUNKS_PER_PEER,
     RENEW_S,
     STALL_S,
 )
@@ -460,7 +461,7 @@ class SenderState:
         assert isinstance(message, control.Credit)
         settled = transfer.settled(message.received)
         if settled:
-            was_full = self._connections[transfer.peer].is_full
+            was_full = self._is_full(self._connections[transfer.peer])
             self._release(transfer, settled)
             self._pump(transfer)
             if was_full:
@@ -493,6 +494,14 @@ class SenderState:
 
     # Sending
 
+    def _is_full(self, connection: Connection) -> bool:
+        """A peer has at most as many chunks on the way as the memory could still hold besides: so slow ones leave room for the others,
+        and a lane never waits for it in `read`."""
+        num_in_flight, num_held = connection.num_in_flight, self._memory.max_chunks_held
+        if num_held and num_in_flight >= num_held - sum(other.num_in_flight for other in self._connections.values()):
+            return True
+        return num_in_flight >= MAX_CHUNKS_PER_PEER
+
     def _pump_others(self, than: SenderTransfer) -> None:
         """Those to the same peer that waited for its lanes to have room."""
         for transfer in self._transfers_to(than.peer):
@@ -506,7 +515,7 @@ class SenderState:
         connection = self._connections[transfer.peer]
         preferred = min(self._memory.preferred_chunk_bytes, connection.max_chunk_bytes)
         try:
-            while len(transfer.in_flight) < transfer.credits and not connection.is_full:
+            while len(transfer.in_flight) < transfer.credits and not self._is_full(connection):
                 if transfer.resend:
                     self._send_chunk(transfer, connection, transfer.resend.popleft())
                 elif transfer.cut_next(connection.agreed, connection.max_chunk_bytes):

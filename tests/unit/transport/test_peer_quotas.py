@@ -1,9 +1,13 @@
-"""What one prefill worker may cost a decode worker."""
+"""What one peer may cost another, and all others."""
 
-from kv_transfer_pairs import LAYOUT, TRANSFER, MemoryPair
+from kv_transfer_pairs import LAYOUT, SETTINGS, TRANSFER, MemoryPair, ReceiverLog
 
+from shared.messages import KVPeer
 from shared.transport.protocol import control
 from shared.transport.protocol.limits import CONTROL_BURST, MAX_PEERS, MAX_WAITING_OFFERS_PER_PEER
+from shared.transport.receiving.peer_table import LaneAddresses
+from shared.transport.receiving.receiver_state import ReceiverState
+from shared.transport.simulated_network import BytesMemory, MemoryReceiverWire
 
 
 def _hello(incarnation: int) -> control.Hello:
@@ -64,3 +68,34 @@ def test_the_number_of_connected_peers_is_bounded():
         pair.receiver.on_control(f"p{number}>decode-0", _hello(100 + number))
     assert isinstance(answers[-1], control.Deny)
     assert len(pair.receiver.peers()) == MAX_PEERS
+
+
+def test_a_peer_that_takes_nothing_leaves_staging_memory_to_the_others():
+    """With a slot for each chunk on the way to one slow peer, lanes to all the others would wait in `read` until they fail."""
+    pair = MemoryPair(num_blocks=64, settings=SETTINGS.model_copy(update={"kv_credits": 64}))
+    pair.source.max_chunks_held = 8
+    pair.network.add_receiver("decode-1", ReceiverState(
+        layout=LAYOUT, memory=BytesMemory(16, LAYOUT), incarnation=33, events=(log := ReceiverLog()), clock=pair.clock, settings=SETTINGS,
+        wire=MemoryReceiverWire(pair.network), lanes=LaneAddresses(("lane-0", "lane-1")),
+    ))  # fmt: skip
+    post, peak = pair.network.post_data, 0
+
+    def hold(sender, endpoint, *message):
+        nonlocal peak
+        peak = max(peak, sum(connection.num_in_flight for connection in pair.sender._connections.values()))
+        if endpoint == "decode-1":
+            post(sender, endpoint, *message)
+
+    pair.network.post_data = hold
+    pair.receiver.expect(TRANSFER, 0, range(16), range(16), 64, 60.0)
+    pair.offer(64)
+    pair.send_all(64)
+    pair.network.run(1.0)
+    other = "cd" * 16
+    pair.network._receivers["decode-1"].expect(other, 0, range(16), range(16), 64, 60.0)
+    pair.sender.offer(other, 0, [KVPeer(worker_id="decode-1", ctrl_endpoint="decode-1", incarnation=33)], 64, [], 60.0, "")
+    pair.sender.send_blocks(other, [(index, index) for index in range(16)])
+    pair.sender.commit(other, b"", 0)
+    pair.network.run(3.0, lambda: other in log.ended)
+    assert log.ended == {other: [None]} and TRANSFER not in pair.sender_log.ended
+    assert peak <= 8
