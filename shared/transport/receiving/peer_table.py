@@ -104,10 +104,11 @@ class PeerTable:
     def hear(self, key: str, incarnation: int) -> bool:
         """A control message came from there; False: from a peer that says too much, so it is dropped."""
         now = self._clock.now_s()
-        peer = self.get(key, incarnation)
+        peer = self._peers.get(key)
         if peer is None:
             return True
-        peer.last_heard_s = now
+        if peer.incarnation == incarnation:
+            peer.last_heard_s = now
         if peer.may_speak(now):
             return True
         self._counters["control_throttled"] += 1
@@ -143,6 +144,7 @@ class PeerTable:
         except PagewireError as error:
             self.refuse(key, hello, error.message, "max_chunk_bytes")
             return
+        num_allowed = CONTROL_BURST if known is None else known.num_allowed  # another HELLO buys no more
         if known is None or (known.incarnation, known.offer, known.plan) != (hello.src_incarnation, hello.segment, plan):
             if known is not None and known.incarnation != hello.src_incarnation:
                 lose("the prefill worker restarted")
@@ -151,6 +153,7 @@ class PeerTable:
                 ours_, theirs_ = allowed(self._settings.kv_transport), hello.transports
                 self.refuse(key, hello, f"no transport in common: {ours_} here and {theirs_} there", "transports")
                 return
+            known.num_allowed = num_allowed
             self._peers[key] = known
         endpoints = (self._lanes.ipc if known.transport != "tcp" and self._is_near(hello) else self._lanes.tcp)[: hello.num_lanes]
         known.num_lanes = len(endpoints)

@@ -99,3 +99,15 @@ def test_a_peer_that_takes_nothing_leaves_staging_memory_to_the_others():
     pair.network.run(3.0, lambda: other in log.ended)
     assert log.ended == {other: [None]} and TRANSFER not in pair.sender_log.ended
     assert peak <= 8
+
+
+def test_a_flood_is_not_listened_to_whatever_incarnations_it_names():
+    pair = MemoryPair()
+    answers = []
+    pair.receiver._wire.send_control = lambda key, message, blob=b"": answers.append(message)
+    for number in range(2 * CONTROL_BURST):
+        incarnation = 77 + number % 2
+        message = _hello(incarnation) if number % 3 == 0 else control.Renew(src_incarnation=incarnation, dst_incarnation=22)
+        pair.receiver.on_control("flood>decode-0", message)
+    assert pair.receiver.counters()["control_throttled"] >= CONTROL_BURST - 1
+    assert len(answers) <= CONTROL_BURST + 1
