@@ -1,5 +1,6 @@
 """KV transfer over real ZeroMQ on the loopback: threads for what must be exact, processes for what must be survived."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from shared.messages import KVPeer
 from shared.transport.protocol.frames import KVDtype
 from shared.transport.protocol.kv_layout import KVLayout
 from shared.transport.receiving.kv_receiver import KVReceiver
+from shared.transport.sending import kv_sender
 from shared.transport.sending.kv_sender import KVSender
 from shared.transport.simulated_network import BytesMemory
 from shared.transport.wires.curve import CurveKeys, connect_with
@@ -359,3 +361,25 @@ def test_large_transfer_moves_at_memory_like_speed():
         pair.wait_ends(20)
         info = pair.receiver_log.infos[TRANSFER]
         assert info.num_bytes / info.wire_s > 100e6, "far below what any machine does; see bench/kv_transfer.py for a real figure"
+
+
+@pytest.mark.parametrize("what", ["new_control_socket", "SenderLane"])
+def test_worker_out_of_descriptors_fails_the_transfer_and_lives_on(what, monkeypatch):
+    def refuse(*args):
+        raise zmq.ZMQError(errno.EMFILE)
+
+    pair = ZmqPair()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(kv_sender, what, refuse)
+            pair.offer()
+            wait_until(lambda: TRANSFER in pair.sender_log.ended)
+            assert "open files" in pair.sender_log.ended[TRANSFER][0]
+        other = new_transfer_id()
+        pair.offer(other)
+        pair.expect(other)
+        pair.send_all(other)
+        wait_until(lambda: other in pair.sender_log.ended)
+        assert pair.sender_log.ended[other] == [None]
+    finally:
+        pair.close()

@@ -159,12 +159,12 @@ class KVSender:
     # SenderWire, on the control thread
 
     def open_peer(self, peer: str, ctrl_endpoint: str, server_key: str) -> None:
-        dealer = new_control_socket(self._context, zmq.DEALER)
         self._num_opened += 1
-        dealer.setsockopt(zmq.ROUTING_ID, f"{self._incarnation:016x}-{self._num_opened}".encode())
-        monitor = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-        self._links[peer] = _Link(dealer, monitor, server_key.encode())
         try:
+            dealer = new_control_socket(self._context, zmq.DEALER)
+            dealer.setsockopt(zmq.ROUTING_ID, f"{self._incarnation:016x}-{self._num_opened}".encode())
+            monitor = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+            self._links[peer] = _Link(dealer, monitor, server_key.encode())
             connect_with(dealer, self._keys, server_key.encode())
             connect(dealer, ctrl_endpoint)
         except zmq.ZMQError as error:
@@ -181,11 +181,15 @@ class KVSender:
         def on_read(transfer_id: str, seq: int, read: ChunkRead) -> None:
             self._do(lambda: self._state.on_chunk_read(peer, transfer_id, seq, read))
 
-        max_chunk_bytes = self._settings.kv_max_chunk_bytes
-        self._links[peer].lanes = [
-            SenderLane(endpoint, max_chunk_bytes, self._memory, on_read, self._tap, secure) for endpoint in endpoints
-        ]
-        for index, lane in enumerate(self._links[peer].lanes):
+        lanes = self._links[peer].lanes
+        try:
+            for endpoint in endpoints:
+                lanes.append(SenderLane(endpoint, self._settings.kv_max_chunk_bytes, self._memory, on_read, self._tap, secure))
+        except zmq.ZMQError as error:
+            reason = f"cannot open a lane to {endpoint}: {error}"
+            self._do(lambda: self._state.on_peer_lost(peer, reason))
+            return
+        for index, lane in enumerate(lanes):
             self._state.on_lane(peer, index, is_connected=False)
             for probe in probes:
                 lane.send(probe)

@@ -95,6 +95,7 @@ class SenderState:
         self._wire = wire
         self._network = network
         self._last_tick_s = 0.0
+        self._is_closed = False
         self._connections: dict[str, Connection] = {}
         self._outgoing: dict[str, _Outgoing] = {}
         self._counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
@@ -129,6 +130,9 @@ class SenderState:
         """Ask `peers`, one worker or the ranks of one, for room. `deadline_s`: seconds from now. Chunks leave only after a GRANT."""
         if transfer_id in self._outgoing:
             self._counters["control_ignored"] += 1
+            return
+        if self._is_closed:
+            _tell(self._events.on_failed, transfer_id, "the prefill worker is shutting down")
             return
         now = self._clock.now_s()
         hashes = b"".join(block_hashes)
@@ -184,7 +188,8 @@ class SenderState:
             self._fail(transfer, reason)
 
     def close(self, reason: str = "the prefill worker is shutting down") -> None:
-        """Abort everything and say goodbye. What a lane has not read by now it will not read any more."""
+        """Abort everything and say goodbye; what is offered later fails at once. What a lane has not read by now it will not read."""
+        self._is_closed = True
         for transfer_id in list(self._outgoing):
             self.abort(transfer_id, reason)
         for connection in list(self._connections.values()):

@@ -429,3 +429,10 @@ def test_control_message_of_an_unknown_connection_is_told_to_say_hello():
     pair = MemoryPair()
     pair.receiver.on_control("prefill-0>nobody", control.Renew(transfer_id=TRANSFER, src_incarnation=11, dst_incarnation=22))
     assert pair.receiver.counters()["control_ignored"] == 1
+
+
+def test_what_is_offered_to_a_sender_that_has_closed_fails_at_once():
+    pair = MemoryPair()
+    pair.sender.close()
+    pair.offer(16)
+    assert "shutting down" in pair.sender_log.ended[TRANSFER][0] and pair.sender.num_transfers == 0
