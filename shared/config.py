@@ -67,14 +67,16 @@ class Settings(BaseModel):
         None, description="made by `pagewire keys`: a worker takes KV from workers that hold it, and from nobody else"
     )
     kv_lane_security: Literal["auto", "curve", "plain-trusted"] = Field(
-        "auto", description="receiver: encrypt data lanes; auto: unless bind_host is this machine alone. Control is encrypted always"
+        "auto",
+        description="receiver: encrypt data lanes; auto: unless bind_host is this machine alone. Sender: curve sends over no other lanes. "
+        "Control is encrypted always",
     )
     kv_wire_dtype: Literal["auto", "fp8"] = Field(
         "auto", description="how KV values travel; fp8: as E4M3 with a scale each layer and block, at both ends; auto: unchanged"
     )
     kv_min_gb_per_s: float = Field(0.1, ge=0, description="receiver: a wire that is slower when probed is warned about")
     kv_lanes: int = Field(2, ge=1, le=4, description="data sockets from one worker to another")
-    kv_max_chunk_bytes: int = Field(4 << 20, ge=4096)
+    kv_max_chunk_bytes: int = Field(4 << 20, ge=4096, le=1 << 30)
     kv_layer_groups: int | None = Field(
         None, ge=1, description="prefill: parts of a step's layers that leave one by one; default: 4 on a GPU, 1 on a CPU"
     )
@@ -90,7 +92,7 @@ class Settings(BaseModel):
     kv_advertise_port: int = Field(
         0, ge=0, le=65531, description="decode: kv_port as others reach it, through a NAT or a proxy, lanes after it; 0 = kv_port"
     )
-    kv_credits: int = Field(16, ge=1, description="chunks in flight per transfer")
+    kv_credits: int = Field(16, ge=1, le=1 << 16, description="chunks in flight per transfer")
     kv_peer_timeout_s: float = Field(1.5, gt=0.5, description="a peer of which nothing is heard for this long is dead")
     kv_progress_timeout_s: float = Field(10.0, gt=0, description="a transfer that a live peer neither goes on with nor renews has failed")
     kv_failure_policy: Literal["recompute", "fail"] = Field("recompute", description="decode: what to do when a transfer fails")

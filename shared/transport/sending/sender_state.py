@@ -403,6 +403,10 @@ class SenderState:
     def _on_hello_ack(self, connection: Connection, message: control.HelloAck) -> None:
         connection.max_chunk_bytes = min(message.max_chunk_bytes, self._settings.kv_max_chunk_bytes)
         endpoints = message.lane_endpoints[: self._settings.kv_lanes]
+        if self._settings.kv_lane_security == "curve" and not message.are_lanes_encrypted:
+            reason = "the decode worker's lanes are not encrypted; set kv_lane_security=curve there too, or change it here"
+            self.on_peer_lost(connection.key, reason)
+            return
         try:
             plan = WirePlan.between(self._layout, message.layout, self._settings.kv_wire_dtype)
             probes = probe_messages(plan, connection.max_chunk_bytes, self._incarnation, connection.incarnation)

@@ -436,3 +436,13 @@ def test_what_is_offered_to_a_sender_that_has_closed_fails_at_once():
     pair.sender.close()
     pair.offer(16)
     assert "shutting down" in pair.sender_log.ended[TRANSFER][0] and pair.sender.num_transfers == 0
+
+
+def test_sender_told_to_encrypt_sends_over_no_plain_lane():
+    pair = MemoryPair(settings=SETTINGS.model_copy(update={"kv_lane_security": "curve"}))
+    sent = _headers(pair)
+    pair.offer(16)
+    pair.expect(16, [0])
+    pair.send_all(16)
+    pair.run(1.0)
+    assert "not encrypted" in pair.sender_log.ended[TRANSFER][0] and sent == []
