@@ -62,6 +62,11 @@ class Incoming:
         return len(self.streams) == len(self.ranks)
 
     @property
+    def last_granted_s(self) -> float:
+        """When the last of its ranks was granted its part, or when it was first expected."""
+        return max((stream.granted_s for stream in self.streams.values()), default=self.expected_s)
+
+    @property
     def is_complete(self) -> bool:
         """Everything from every rank is here, verified and written, and each rank has said that this was all."""
         return self.is_granted and all(stream.commit is not None and stream.is_covered for stream in self.streams.values())

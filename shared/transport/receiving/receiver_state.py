@@ -332,9 +332,13 @@ class ReceiverState:
             for incoming in list(self._incoming.values()):
                 if now > incoming.deadline_s:
                     self._fail(incoming, "the request's deadline passed during the KV transfer")
+                elif not incoming.is_granted and now - incoming.last_granted_s > timeout:
+                    # Whatever the other ranks of its sender say meanwhile.
+                    missing = [rank for rank in incoming.ranks if rank not in incoming.streams]
+                    who = "the prefill worker" if len(incoming.ranks) == 1 else f"ranks {missing} of the prefill worker"
+                    self._fail(incoming, f"{who} offered nothing for {timeout} s")
                 elif now - incoming.last_progress_s > timeout:
-                    what = "neither sent a chunk nor renewed" if incoming.is_granted else "offered nothing"
-                    self._fail(incoming, f"the prefill worker {what} for {timeout} s")
+                    self._fail(incoming, f"the prefill worker neither sent a chunk nor renewed for {timeout} s")
             for at, waiting in list(self._offers.items()):
                 if now > waiting.deadline_s:
                     del self._offers[at]

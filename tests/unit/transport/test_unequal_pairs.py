@@ -5,7 +5,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from kv_transfer_pairs import TRANSFER
+from kv_transfer_pairs import SETTINGS, TRANSFER
 from tensor_parallel_pairs import HEADS, Ranks
 
 from shared.transport.protocol.frames import KVDtype
@@ -86,3 +86,13 @@ def test_a_cast_that_loses_and_was_not_asked_for_is_refused_and_the_field_named(
     ranks.start()
     ranks.network.run(1.0)
     assert "dtype" in ranks.sender_logs[0].ended[TRANSFER][0]
+
+
+def test_a_rank_that_never_offers_fails_the_group_though_the_others_are_alive():
+    ranks = Ranks(20, 4, 4, src_tp=2)
+    ranks.network.kill("prefill-1")
+    ranks.start()
+    ranks.run(SETTINGS.kv_progress_timeout_s + 0.5)
+    (reason,) = ranks.log.ended[TRANSFER]
+    assert "ranks [1]" in reason
+    assert ranks.sender_logs[0].ended[TRANSFER][0] is not None
