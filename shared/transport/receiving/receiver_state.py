@@ -262,7 +262,7 @@ class ReceiverState:
                 self._peers.welcome(key, message, lambda reason: self._lose_peer(key, reason))
             elif self._peers.get(key, message.src_incarnation) is None:
                 self._counters["control_ignored"] += 1
-                self._peers.refuse(key, message, "say HELLO first")
+                self._peers.refuse(key, message, "say HELLO first", "hello")
             elif isinstance(message, control.Bye):
                 self._lose_peer(key, "the prefill worker is shutting down")
             elif isinstance(message, control.Offer):

@@ -385,6 +385,10 @@ class SenderState:
                 self._resume(connection)
             else:
                 self._on_hello_ack(connection, message)
+        elif isinstance(message, control.Deny) and message.field == "hello":
+            # It has given us up for our silence. What it had granted has ended there, as it says when we resume; what is new has not.
+            if self._clock.now_s() - connection.last_hello_s > HELLO_RETRY_S:
+                self._send_hello(connection)
         elif isinstance(message, control.Deny):
             self.on_peer_lost(connection.key, message.reason)
         elif isinstance(message, control.Bye):

@@ -446,3 +446,19 @@ def test_sender_told_to_encrypt_sends_over_no_plain_lane():
     pair.send_all(16)
     pair.run(1.0)
     assert "not encrypted" in pair.sender_log.ended[TRANSFER][0] and sent == []
+
+
+def test_sender_that_was_frozen_goes_on_with_what_is_new_and_learns_why_the_rest_has_failed():
+    pair, other = MemoryPair(), "cd" * 16
+    pair.offer(16)
+    pair.expect(16, [0, 1])
+    pair.network.run(0.5)
+    pair.network.stop("prefill-0", 3.0)
+    pair.network.run(2.9)
+    pair.network.run_in("prefill-0", lambda: pair.offer(16, transfer_id=other))
+    pair.receiver.expect(other, 0, range(4), [], 16, 60.0)
+    pair.network.run(1.0)
+    pair.sender.commit(other, b"hidden", 0)
+    pair.network.run(1.0)
+    assert pair.sender_log.ended[other] == [None]
+    assert "silent for" in pair.sender_log.ended[TRANSFER][0]
