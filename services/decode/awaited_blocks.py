@@ -1,8 +1,13 @@
-"""Blocks of which a transfer is on the way: a request that needs the same ones waits for them instead of having them sent again."""
+"""Blocks of which a transfer is on the way: a request that needs the same ones waits for them instead of having them sent again.
+
+Only for a transfer of which it needs half or more: behind a long prompt of which it shares the beginning it would wait until all of that is
+computed, to save little.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 from shared.block_hash import BlockHash
 
@@ -28,5 +33,10 @@ class AwaitedBlocks:
     def __bool__(self) -> bool:
         return bool(self._owners)
 
-    def __contains__(self, block_hash: BlockHash | None) -> bool:
-        return block_hash in self._owners
+    def are_worth_waiting_for(self, missing: Sequence[BlockHash]) -> bool:
+        """`missing`: what a request lacks, in chain order."""
+        owner = self._owners.get(missing[0]) if missing else None
+        if owner is None:
+            return False
+        num_shared = sum(1 for _ in takewhile(lambda block_hash: self._owners.get(block_hash) == owner, missing))
+        return 2 * num_shared >= len(self._hashes[owner])

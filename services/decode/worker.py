@@ -161,7 +161,7 @@ class DecodeWorker(WorkerLoop):
 
     def _reserve_from_queue(self) -> None:
         """First come, first served: room for the next newcomer while there is some, and never before those that lost theirs. Whose next
-        block is on the way for another stands aside until it is here, or will not come."""
+        blocks are most of what is on the way for another stands aside until they are here, or will not come."""
         scheduler = self.engine.scheduler
         with self._lock:
             while not scheduler.has_waiting_for_blocks and self._num_placed < self.settings.max_num_seqs:
@@ -186,7 +186,7 @@ class DecodeWorker(WorkerLoop):
                     self.post(partial(self._compute_locally, job))
 
     def _is_awaiting(self, request: Request) -> bool:
-        return bool(self._awaited) and self.engine.manager.first_missing(request) in self._awaited
+        return bool(self._awaited) and self._awaited.are_worth_waiting_for(self.engine.manager.missing_hashes(request))
 
     @property
     def _num_placed(self) -> int:

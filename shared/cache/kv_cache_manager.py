@@ -93,14 +93,14 @@ class KVCacheManager:
             self._blocks[holder_id] = blocks
             return [block.block_id for block in blocks]
 
-    def first_missing(self, request: Request) -> BlockHash | None:
-        """The hash of the first block that `request` could take from the cache and that is not there."""
+    def missing_hashes(self, request: Request) -> list[BlockHash]:
+        """Of the blocks that `request` could take from the cache, from the first that is not there on."""
         if not self._enable_prefix_caching:
-            return None
+            return []
         wanted = request.block_hashes[: request.num_cacheable_tokens // self.block_size]
         with self.lock:
             num_hits = len(self._leading_run(wanted))
-        return wanted[num_hits] if num_hits < len(wanted) else None
+        return wanted[num_hits:]
 
     def fork(self, request_id: str, child_id: str) -> None:
         """Give `child_id`, which holds nothing, every block that `request_id` holds, by reference. Costs no block: the partly filled

@@ -31,9 +31,7 @@ def test_grant_before_hello_was_answered_ends_that_transfer_and_nothing_else():
 @pytest.mark.parametrize("deadline_s", [float("nan"), float("inf"), -1.0])
 def test_offer_without_an_end_is_refused(deadline_s):
     """NaN is later than nothing: such an offer would wait for ever, and its like would leave no room for others."""
-    offer = control.Offer(
-        transfer_id=TRANSFER, src_incarnation=1, dst_incarnation=2, num_prompt_tokens=4, block_hashes="", deadline_s=1.0
-    )
+    offer = control.Offer(transfer_id=TRANSFER, src_incarnation=1, dst_incarnation=2, num_prompt_tokens=4, block_hashes="", deadline_s=1.0)
     assert control.decode(_framed(offer)) == offer
     with pytest.raises(ProtocolError, match="deadline_s"):
         control.decode(_framed(offer, deadline_s=deadline_s))
