@@ -249,7 +249,7 @@ class SenderState:
             self._send_hello(connection)
 
     def on_lane(self, peer: str, lane: int, *, is_connected: bool) -> None:
-        """A lane's connection broke, or is there: what was on it may be lost. Whoever opens lanes says first that they are not connected."""
+        """A lane's connection broke, or is there: what was on it may be lost. Who opens lanes says first that they are not."""
         connection = self._connections.get(peer)
         if connection is None or lane >= len(connection.lanes):
             return
