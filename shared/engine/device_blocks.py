@@ -17,7 +17,6 @@ from functools import partial
 
 import numpy as np
 import torch
-import xxhash
 
 from kernels import cache_ops, device_memory
 from kernels.build import KernelError
@@ -26,6 +25,7 @@ from shared.engine.block_runs import BlockRuns, block_runs, regions_nbytes
 from shared.engine.peer_device_memory import PeerDeviceMemory
 from shared.engine.staging_ring import PinnedScratch, StagingRing
 from shared.transport.connector import Landed, StoredBytes
+from shared.transport.protocol.frames import MAX_NOTICE_BYTES, join_checksums
 from shared.transport.protocol.region import Region
 from shared.transport.protocol.segment_offer import SegmentOffer
 
@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 MIN_COPY_NBYTES = 256 << 10
 """39 of 55 GB/s; runs of 64 KiB would be copied at 18 (bench/kv_transfer_gpu.py)."""
-CHUNK_NBYTES = 4 << 20
 MAX_LOCATED = 1024
 """Regions of one notice."""
 
@@ -57,8 +56,7 @@ class _Adopted:
 
 @dataclass(frozen=True, slots=True)
 class LocatedBytes:
-    """KV where it stands: a place in GPU memory for each region, and the xxh3_64 of their xxh3_64s (eight bytes each, little-endian). That
-    of all bytes in a row would be a chain of scrambles from the first KiB to the last; these are formed side by side."""
+    """KV where it stands: a place in GPU memory for each region, and the checksum of the chunk that they make up."""
 
     offsets: tuple[int, ...]
     checksum: int
@@ -67,7 +65,7 @@ class LocatedBytes:
 class DeviceBlocks:
     """BlockMemory over `cache`: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], contiguous, on a GPU."""
 
-    preferred_chunk_bytes = CHUNK_NBYTES
+    preferred_chunk_bytes = MAX_NOTICE_BYTES
     """Blocks go together: each chunk costs a wait for the GPU."""
 
     def __init__(
@@ -102,7 +100,7 @@ class DeviceBlocks:
         runs = block_runs(self._cache, regions)
         ring = self._ring
         taken, offset = ring.take(sum(run.nbytes for run in runs))
-        digest = self._move(runs, taken.ctypes.data, is_read=True)
+        digest = self._move(runs, len(regions), taken.ctypes.data, is_read=True)
         return StoredBytes(taken.data, offset if ring.segment is not None else None, digest)
 
     def write(self, regions: Sequence[Region], data: memoryview) -> Landed:
@@ -110,14 +108,14 @@ class DeviceBlocks:
         when `data` has another size."""
         if data.nbytes != regions_nbytes(self._cache, regions):
             raise ValueError(f"{data.nbytes} bytes for regions of {regions_nbytes(self._cache, regions)}")
-        return self._move(block_runs(self._cache, regions), self._reachable(data), is_read=False)
+        return self._move(block_runs(self._cache, regions), len(regions), self._reachable(data), is_read=False)
 
     def locate(self, regions: Sequence[Region]) -> LocatedBytes:
         """Where the bytes stand in this GPU's memory, for a receiver that opened it; they are not touched. Regions are all heads and tokens
         of the same layers: others are not in one piece (ValueError)."""
         run = self._single_run(regions)
         digests = self._lane.transfer.run(summed=run.addresses, summed_nbytes=run.run_nbytes)
-        return LocatedBytes(tuple((run.addresses - self._cache.data_ptr()).tolist()), xxhash.xxh3_64_intdigest(digests.data))
+        return LocatedBytes(tuple((run.addresses - self._cache.data_ptr()).tolist()), join_checksums(digests.tolist()))
 
     def write_from(self, peer: PeerDeviceMemory, offsets: Sequence[int], regions: Sequence[Region]) -> int:
         """Like `write`, with the bytes of region i standing from offsets[i] on in a peer's GPU memory; gives the checksum as `locate` does.
@@ -127,7 +125,7 @@ class DeviceBlocks:
             raise ValueError(f"{len(offsets)} offsets for {len(run.ids)} regions")
         source, to = peer.addresses(offsets, run.run_nbytes), run.addresses
         digests = self._lane.transfer.run(to, source, run.run_nbytes, to, run.run_nbytes)
-        return xxhash.xxh3_64_intdigest(digests.data)
+        return join_checksums(digests.tolist())
 
     def _single_run(self, regions: Sequence[Region]) -> BlockRuns:
         runs = block_runs(self._cache, regions)
@@ -164,11 +162,11 @@ class DeviceBlocks:
         np.copyto(pinned.numpy(), np.frombuffer(data, np.uint8))  # which lets go of the interpreter lock
         return pinned.data_ptr()
 
-    def _move(self, runs: list[BlockRuns], address: int, *, is_read: bool) -> int | None:
+    def _move(self, runs: list[BlockRuns], num_regions: int, address: int, *, is_read: bool) -> int | None:
         """Between the cache and pinned memory. Gives the checksum of the runs as they stand in the cache, if it can be formed."""
         transfer = self._lane.transfer
         if runs[0].run_nbytes >= MIN_COPY_NBYTES and len(runs) == 1:
-            return self._run(transfer, runs[0], address, is_read=is_read)
+            return self._run(transfer, runs[0], num_regions, address, is_read=is_read)
         # By its address: torch warns of memory that it may only read, each time.
         memory = (ctypes.c_uint8 * sum(run.nbytes for run in runs)).from_address(address)
         packed, start = torch.frombuffer(memory, dtype=torch.uint8), 0
@@ -182,20 +180,24 @@ class DeviceBlocks:
                 else:
                     cache_ops.scatter_blocks(part, ids, run.rows)
         if len(runs) == 1:
-            return self._run(transfer, runs[0], None, is_read=is_read)
+            return self._run(transfer, runs[0], num_regions, None, is_read=is_read)
         transfer.run()
         return None
 
-    def _run(self, transfer: PieceTransfer, run: BlockRuns, packed_address: int | None, *, is_read: bool) -> int | None:
+    def _run(self, transfer: PieceTransfer, run: BlockRuns, num_regions: int, packed_address: int | None, *, is_read: bool) -> int | None:
         """The copies, unless they are queued already (None), and the checksum."""
         addresses, to, source = run.addresses, NOTHING, NOTHING
         if packed_address is not None:
             ends = packed_address + np.arange(len(run.ids), dtype=np.int64) * run.run_nbytes
             to, source = (ends, addresses) if is_read else (addresses, ends)
-        if not (self._sums_on_gpu and can_sum(run.run_nbytes, len(run.ids), run.alignment)):
+        runs_per_region = len(run.ids) // num_regions
+        if not (self._sums_on_gpu and num_regions <= MAX_LOCATED and can_sum(run.run_nbytes, runs_per_region, run.alignment)):
             transfer.run(to, source, run.run_nbytes)
             return None
-        return int(transfer.run(to, source, run.run_nbytes, addresses, run.run_nbytes, len(run.ids), is_sum_beside=is_read)[0])
+        # The sums of the units are formed side by side, each by a multiprocessor.
+        return join_checksums(
+            transfer.run(to, source, run.run_nbytes, addresses, run.run_nbytes, runs_per_region, is_sum_beside=is_read).tolist()
+        )
 
 
 def _address(data: memoryview) -> int:

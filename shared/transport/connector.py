@@ -23,12 +23,13 @@ class StoredBytes:
     segment_offset: int | None = None
     """Where they stand in the memory's segment, if they do."""
     checksum: int | None = None
-    """xxh3_64 of the bytes as they stood in the blocks, where the memory has formed it: then nobody else need to."""
+    """The chunk's (see frames.chunk_checksum), of the bytes as they stood in the blocks, where the memory has formed it: then nobody else
+    need to."""
 
 
 Landed = memoryview | int | None
 """What a memory says of bytes that it was given: they themselves as they are in the blocks now, where they can be looked at without a copy;
-or their xxh3_64, formed there; or nothing."""
+or the chunk's checksum, formed there; or nothing."""
 
 
 class BlockMemory(Protocol):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum, IntFlag
 from operator import attrgetter
@@ -24,6 +25,8 @@ from shared.errors import ProtocolError
 MAGIC = b"KVX1"
 VERSION = 2
 HEADER_NBYTES = 192
+MAX_NOTICE_BYTES = 16 << 20
+"""A chunk that stands in shared memory may be larger than one that is a message: only its notice travels."""
 _CRC_OFFSET = HEADER_NBYTES - 4
 _RESERVED = bytes(36)
 _STRUCT = struct.Struct("<4sHHBB16sHQQQIIIIQBQQHHIHHBBBBHHHHHQ16s8sB36sI")
@@ -79,11 +82,26 @@ class KVPart(IntEnum):
 class ChecksumCode(IntEnum):
     NONE = 0
     XXH3_64 = 1
+    """See chunk_checksum."""
 
 
 def checksum(payload: bytes | memoryview) -> int:
-    """xxh3_64 of a payload."""
+    """xxh3_64."""
     return xxhash.xxh3_64_intdigest(payload)
+
+
+def chunk_checksum(payload: bytes | memoryview, num_parts: int) -> int:
+    """Of a chunk of `num_parts` units: the xxh3_64 of one, or of the xxh3_64s of several (eight bytes each, little-endian), their bytes
+    being equal parts of the payload. That of all bytes in a row would be one long chain, which a GPU computes slowly."""
+    if num_parts == 1:
+        return checksum(payload)
+    part_nbytes = len(payload) // num_parts
+    return join_checksums([checksum(payload[index * part_nbytes : (index + 1) * part_nbytes]) for index in range(num_parts)])
+
+
+def join_checksums(checksums: Sequence[int]) -> int:
+    """That of a chunk from those of its units."""
+    return checksums[0] if len(checksums) == 1 else checksum(struct.pack(f"<{len(checksums)}Q", *checksums))
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +186,9 @@ class DataHeader:
         """Raises ProtocolError when sizes contradict each other."""
         if self.payload_nbytes != self.shape_nbytes:
             raise ProtocolError(f"data header: payload of {self.payload_nbytes} bytes, but its shape needs {self.shape_nbytes}")
-        if self.payload_nbytes > max_chunk_bytes:
-            raise ProtocolError(f"data header: payload of {self.payload_nbytes} bytes is over the agreed {max_chunk_bytes}")
+        limit = max(max_chunk_bytes, MAX_NOTICE_BYTES) if Flags.SHARED_MEMORY in self.flags else max_chunk_bytes
+        if self.payload_nbytes > limit:
+            raise ProtocolError(f"data header: payload of {self.payload_nbytes} bytes is over the agreed {limit}")
         if (self.payload_nbytes == 0) != (self.msg_type is MessageType.FENCE):
             raise ProtocolError("data header: a chunk has a payload and a fence has none")
         if Flags.SHARED_MEMORY in self.flags and self.msg_type is not MessageType.CHUNK:

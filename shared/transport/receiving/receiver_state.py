@@ -21,7 +21,7 @@ from shared.errors import PagewireError, ProtocolError, TransferError
 from shared.ids import new_grant_id
 from shared.transport.connector import BlockMemory, CommitInfo, ReceiverEvents, ReceiverWire
 from shared.transport.protocol import control
-from shared.transport.protocol.frames import ChecksumCode, DataHeader, Flags, MessageType, checksum
+from shared.transport.protocol.frames import ChecksumCode, DataHeader, Flags, MessageType, checksum, chunk_checksum
 from shared.transport.protocol.kv_layout import KVLayout
 from shared.transport.protocol.limits import (
     LATE_TICK_S,
@@ -560,7 +560,7 @@ class ReceiverState:
         regions = plan.target_regions(header, stream.incoming.block_ids)
         num_groups = 2 * header.layer_count * header.block_count
         if Flags.SHARED_MEMORY not in header.flags:
-            if checksum(source) != header.checksum:
+            if chunk_checksum(source, header.block_count) != header.checksum:
                 return False
             self._memory.write(regions, plan.codec.decode(source, num_groups))
             return True
@@ -569,7 +569,7 @@ class ReceiverState:
         landed = self._memory.write(regions, decoded)
         if landed is None or decoded is not source:
             landed = source
-        return (landed if isinstance(landed, int) else checksum(landed)) == header.checksum
+        return (landed if isinstance(landed, int) else chunk_checksum(landed, header.block_count)) == header.checksum
 
     def _settle(self, stream: Stream, header: DataHeader, is_sound: bool, fault: str) -> None:
         now = self._clock.now_s()

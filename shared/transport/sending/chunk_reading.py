@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shared.transport.connector import BlockMemory, ChunkRead, DataMessage
-from shared.transport.protocol.frames import ChecksumCode, DataHeader, Flags, MessageType, checksum
+from shared.transport.protocol.frames import ChecksumCode, DataHeader, Flags, MessageType, chunk_checksum
 
 
 def read_message(memory: BlockMemory, message: DataMessage) -> tuple[DataHeader, memoryview, ChunkRead]:
@@ -16,7 +16,7 @@ def read_message(memory: BlockMemory, message: DataMessage) -> tuple[DataHeader,
     stored = memory.read(message.regions)
     payload = message.codec.encode(stored.view, 2 * header.layer_count * header.block_count)
     if header.checksum_algo is ChecksumCode.NONE and header.msg_type is MessageType.CHUNK:
-        digest = stored.checksum if stored.checksum is not None and payload is stored.view else checksum(payload)
+        digest = stored.checksum if stored.checksum is not None and payload is stored.view else chunk_checksum(payload, header.block_count)
         header = replace(header, checksum_algo=ChecksumCode.XXH3_64, checksum=digest)
     if message.by_notice and stored.segment_offset is not None and payload is stored.view:
         header = replace(header, flags=header.flags | Flags.SHARED_MEMORY, segment_offset=stored.segment_offset)

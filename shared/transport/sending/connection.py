@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from shared.transport.protocol.frames import MAX_NOTICE_BYTES
 from shared.transport.protocol.limits import LANE_GRACE_S, MAX_CHUNKS_PER_PEER
 from shared.transport.protocol.transport_name import TransportName
 from shared.transport.protocol.wire_plan import WirePlan
@@ -43,6 +44,10 @@ class Connection:
     def agreed(self) -> WirePlan:
         assert self.plan is not None, "nothing is sent before HELLO was answered"
         return self.plan
+
+    @property
+    def largest_chunk_bytes(self) -> int:
+        return max(self.max_chunk_bytes, MAX_NOTICE_BYTES) if self.transport == "shm" else self.max_chunk_bytes
 
     @property
     def is_full(self) -> bool:

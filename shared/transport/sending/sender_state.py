@@ -494,7 +494,7 @@ class SenderState:
         if transfer.phase not in (Phase.GRANTED, Phase.COMMIT_SENT):
             return
         connection = self._connections[transfer.peer]
-        preferred = min(self._memory.preferred_chunk_bytes, connection.max_chunk_bytes)
+        preferred = min(self._memory.preferred_chunk_bytes, connection.largest_chunk_bytes)
         try:
             while len(transfer.in_flight) < transfer.credits and not connection.is_full:
                 if transfer.resend:
