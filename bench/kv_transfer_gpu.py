@@ -1,6 +1,6 @@
 """KV between GPUs, or between two processes of one GPU: the copies, the transfer, and what of it a prompt has to wait for.
 
-    python bench/kv_transfer_gpu.py [--parts copies,staged,kvx,ipc,control,exposed] [--mib 1024] [--devices 0,0] [--repeat 3]
+    python bench/kv_transfer_gpu.py [--parts copies,staged,kvx,ipc,control,exposed] [--mib 1024] [--devices 0,0] [--repeat 3] [--transport shm]
         [--sums gpu|cores] [--connections 32] [--switch-ms 0.5]
 
 copies: the copy engines by size of piece, the kernel that takes small ones, checksums on the GPU and on cores. staged: GPU ->
@@ -378,7 +378,9 @@ class KvxPair:
     """A sender here, a receiver in a process of its own."""
 
     def __init__(self, options: argparse.Namespace, cache: torch.Tensor, num_blocks: int, **settings: Any) -> None:
-        self.settings = Settings(kv_transport="shm", **{"kv_lanes": 2, "kv_max_chunk_bytes": CHUNK, "kv_credits": 16, **settings})
+        self.settings = Settings(
+            kv_transport=options.transport, **{"kv_lanes": 2, "kv_max_chunk_bytes": CHUNK, "kv_credits": 16, **settings}
+        )
         self.child = Child(serve_kvx, num_blocks, options.devices[1], self.settings)
         self.peer = KVPeer(**self.child.receive())
         self.events = Ends()
@@ -412,10 +414,14 @@ class KvxPair:
 def measure_kvx(options: argparse.Namespace) -> None:
     num_blocks = (options.mib << 20) // LAYOUT.block_nbytes
     cache = random_cache(num_blocks, options.devices[0])
+    if options.transport == "cuda":
+        plain = torch.empty(cache.shape, dtype=cache.dtype, device=f"cuda:{options.devices[1]}")
+        report("one plain copy of everything", cache.nbytes / best_s(partial(copy_all, plain, cache), options.repeat + 2) / 1e9)
+        del plain
     for lanes, credits in ((1, 16), (2, 16), (4, 16), (4, 32)):
         pair = KvxPair(options, cache, num_blocks, kv_lanes=lanes, kv_credits=credits)
         rate = max(pair.carry(num_blocks) for _ in range(options.repeat))
-        report(f"KVX/1 by shared memory, {lanes} lanes, {credits} credits", rate / 1e9)
+        report(f"KVX/1 by {options.transport}, {lanes} lanes, {credits} credits", rate / 1e9)
         pair.close()
 
 
@@ -523,6 +529,7 @@ PARTS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--transport", choices=("cuda", "shm", "ipc", "tcp"), default="shm", help="of kvx, control and exposed")
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--devices", default="0,0", help="of the sender and of the receiver")
     parser.add_argument("--repeat", type=int, default=3)

@@ -40,7 +40,7 @@ def up(
     host: Annotated[str | None, typer.Option(help="Address the router listens on. Default: 127.0.0.1.")] = None,
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port the router listens on. Default: 8000.")] = None,
     aggregated: Annotated[bool, typer.Option("--aggregated", help="No prefill workers: decode workers compute prompts too.")] = False,
-    transport: Annotated[str | None, typer.Option(help="How KV travels: shm, ipc or tcp. Default: auto, the fastest that works.")] = None,
+    transport: Annotated[str | None, typer.Option(help="How KV travels: cuda, shm, ipc or tcp. Default: the fastest.")] = None,
     load_format: Annotated[str | None, typer.Option(help="dummy: random weights, for a directory that has none.")] = None,
     kv_wire_dtype: Annotated[str | None, typer.Option(help="How KV values travel: auto (unchanged) or fp8 (a quarter of fp32).")] = None,
     redis: RedisUrl = None,

@@ -62,7 +62,7 @@ class Settings(BaseModel):
     local_prefill_max_tokens: int = Field(16, ge=0, description="an uncached tail this short behind a cached prefix stays on decode")
 
     # KV transfer
-    kv_transport: Literal["auto", "shm", "ipc", "tcp"] = Field("auto", description="auto: the fastest that both ends can use")
+    kv_transport: Literal["auto", "cuda", "shm", "ipc", "tcp"] = Field("auto", description="auto: the fastest that both ends can use")
     kv_key_file: str | None = Field(
         None, description="made by `pagewire keys`: a worker takes KV from workers that hold it, and from nobody else"
     )

@@ -8,8 +8,10 @@ The engine hands blocks over when their KV stands in memory, so nothing here wai
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,9 +24,11 @@ from kernels import cache_ops, device_memory
 from kernels.build import KernelError
 from kernels.piece_transfer import NOTHING, PieceTransfer, can_sum
 from shared.engine.block_runs import BlockRuns, block_runs, regions_nbytes
-from shared.engine.peer_device_memory import PeerDeviceMemory
+from shared.engine.peer_device_memory import PeerDeviceMemory, offer_of
 from shared.engine.staging_ring import PinnedScratch, StagingRing
-from shared.transport.connector import Landed, StoredBytes
+from shared.errors import TransferError
+from shared.transport.connector import GpuMemory, Landed, LocatedBytes, StoredBytes
+from shared.transport.protocol.device_memory_offer import DeviceMemoryOffer
 from shared.transport.protocol.frames import MAX_NOTICE_BYTES, join_checksums
 from shared.transport.protocol.region import Region
 from shared.transport.protocol.segment_offer import SegmentOffer
@@ -33,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 MIN_COPY_NBYTES = 256 << 10
 """39 of 55 GB/s; runs of 64 KiB would be copied at 18 (bench/kv_transfer_gpu.py)."""
+PROBE_NBYTES = 64 << 20
 MAX_LOCATED = 1024
 """Regions of one notice."""
 
@@ -52,14 +57,6 @@ class _Adopted:
 
     start: int
     nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class LocatedBytes:
-    """KV where it stands: a place in GPU memory for each region, and the checksum of the chunk that they make up."""
-
-    offsets: tuple[int, ...]
-    checksum: int
 
 
 class DeviceBlocks:
@@ -92,6 +89,36 @@ class DeviceBlocks:
             return self._known_ring
 
     @property
+    def gpu(self) -> GpuMemory | None:
+        return self if self._is_exportable else None
+
+    @functools.cached_property
+    def offer(self) -> DeviceMemoryOffer:
+        """Where other processes of this host open the cache. Raises TransferError where they cannot."""
+        return offer_of(self._cache)
+
+    @functools.cached_property
+    def _is_exportable(self) -> bool:
+        try:
+            return self.offer is not None
+        except TransferError as error:
+            logger.info("KV is not copied from GPU to GPU: %s", error.message)
+            return False
+
+    def open(self, offer: DeviceMemoryOffer) -> tuple[object, float]:
+        """Raises TransferError when it is not on this host, or on a GPU that this one does not reach."""
+        peer = PeerDeviceMemory(offer, self._device)
+        nbytes = min(PROBE_NBYTES, peer.size_bytes)
+        target = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        to, source = np.array([target.data_ptr()], np.int64), peer.addresses([0], nbytes)
+        seconds = []
+        for _ in range(2):
+            start_s = time.perf_counter()
+            self._lane.transfer.run(to, source, nbytes)
+            seconds.append(time.perf_counter() - start_s)
+        return peer, nbytes / min(seconds)
+
+    @property
     def segment(self) -> SegmentOffer | None:
         return self._ring.segment
 
@@ -117,9 +144,10 @@ class DeviceBlocks:
         digests = self._lane.transfer.run(summed=run.addresses, summed_nbytes=run.run_nbytes)
         return LocatedBytes(tuple((run.addresses - self._cache.data_ptr()).tolist()), join_checksums(digests.tolist()))
 
-    def write_from(self, peer: PeerDeviceMemory, offsets: Sequence[int], regions: Sequence[Region]) -> int:
+    def write_from(self, peer: object, offsets: Sequence[int], regions: Sequence[Region]) -> int:
         """Like `write`, with the bytes of region i standing from offsets[i] on in a peer's GPU memory; gives the checksum as `locate` does.
         On return nothing of the peer's is read any more. Raises TransferError when they are not within it, ValueError as `locate`."""
+        assert isinstance(peer, PeerDeviceMemory), "not what open() gave"
         run = self._single_run(regions)
         if len(offsets) != len(run.ids):
             raise ValueError(f"{len(offsets)} offsets for {len(run.ids)} regions")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from shared.transport.protocol.frames import MAX_NOTICE_BYTES
+from shared.transport.connector import BlockMemory
+from shared.transport.protocol.frames import MAX_DEVICE_NOTICE_BYTES, MAX_NOTICE_BYTES
 from shared.transport.protocol.limits import LANE_GRACE_S, MAX_CHUNKS_PER_PEER
 from shared.transport.protocol.transport_name import TransportName
 from shared.transport.protocol.wire_plan import WirePlan
@@ -45,9 +46,11 @@ class Connection:
         assert self.plan is not None, "nothing is sent before HELLO was answered"
         return self.plan
 
-    @property
-    def largest_chunk_bytes(self) -> int:
-        return max(self.max_chunk_bytes, MAX_NOTICE_BYTES) if self.transport == "shm" else self.max_chunk_bytes
+    def preferred_chunk_bytes(self, memory: BlockMemory) -> int:
+        """Up to which size blocks are put together."""
+        if self.transport == "cuda":
+            return MAX_DEVICE_NOTICE_BYTES
+        return min(memory.preferred_chunk_bytes, max(self.max_chunk_bytes, MAX_NOTICE_BYTES if self.transport == "shm" else 0))
 
     @property
     def is_full(self) -> bool:

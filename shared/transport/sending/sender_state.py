@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from shared.clock import Clock
 from shared.config import Settings
-from shared.errors import PagewireError
+from shared.errors import ConfigurationError, PagewireError
 from shared.messages import KVPeer
 from shared.transport.connector import BlockMemory, ChunkRead, DataMessage, SenderEvents, SenderWire, StoredBytes
 from shared.transport.protocol import control
@@ -93,6 +93,9 @@ class SenderState:
         self._worker_id = worker_id
         self._wire = wire
         self._network = network
+        self._transports = tuple(name for name in allowed(settings.kv_transport) if name != "cuda" or memory.gpu is not None)
+        if not self._transports:
+            raise ConfigurationError("kv_transport 'cuda': the KV cache is not in a GPU's memory here; leave it at 'auto'")
         self._last_tick_s = 0.0
         self._connections: dict[str, Connection] = {}
         self._outgoing: dict[str, _Outgoing] = {}
@@ -359,9 +362,10 @@ class SenderState:
                 layout=self._layout,
                 num_lanes=self._settings.kv_lanes,
                 max_chunk_bytes=self._settings.kv_max_chunk_bytes,
-                transports=allowed(self._settings.kv_transport),
+                transports=self._transports,
                 network=self._network,
                 segment=self._memory.segment,
+                device_memory=self._memory.gpu.offer if self._memory.gpu is not None else None,
                 wire_dtype=self._settings.kv_wire_dtype,
             ),
         )
@@ -399,7 +403,7 @@ class SenderState:
         connection.plan = plan
         connection.transport = message.transport
         connection.lanes = [Lane() for _ in endpoints]
-        is_probed = connection.transport != "shm"
+        is_probed = connection.transport in ("ipc", "tcp")
         self._wire.open_lanes(connection.key, endpoints, probes if is_probed else [], message.are_lanes_encrypted)
         for transfer in self._transfers_to(connection.key):
             self._send_offer(transfer)
@@ -494,7 +498,7 @@ class SenderState:
         if transfer.phase not in (Phase.GRANTED, Phase.COMMIT_SENT):
             return
         connection = self._connections[transfer.peer]
-        preferred = min(self._memory.preferred_chunk_bytes, connection.largest_chunk_bytes)
+        preferred = connection.preferred_chunk_bytes(self._memory)
         try:
             while len(transfer.in_flight) < transfer.credits and not connection.is_full:
                 if transfer.resend:
@@ -535,8 +539,9 @@ class SenderState:
         chunk.num_reading += 1
         transfer.num_reading += 1
         self._counters["chunks_sent"] += 1
-        by_notice = connection.transport == "shm"
-        self._wire.send_data(transfer.peer, chunk.lane, DataMessage(chunk.header, chunk.regions, connection.agreed.codec, by_notice))
+        plan = connection.agreed
+        message = DataMessage(chunk.header, chunk.regions, plan.codec, connection.transport, plan.unit_tokens)
+        self._wire.send_data(transfer.peer, chunk.lane, message)
 
     def _send_fence(self, transfer: SenderTransfer) -> None:
         connection = self._connections[transfer.peer]

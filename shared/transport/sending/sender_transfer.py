@@ -13,6 +13,8 @@ from shared.transport.protocol.frames import DataHeader
 from shared.transport.protocol.region import Region
 from shared.transport.protocol.wire_plan import WirePlan
 
+_MAX_SKIPPED = 256
+
 
 class Phase(Enum):
     OFFERED = auto()
@@ -129,8 +131,10 @@ class SenderTransfer:
         skipped: list[Chunk] = []
         while (len(regions) + 1) * unit_nbytes <= preferred_chunk_bytes and self.cut_next(plan, max_chunk_bytes):
             other = self.pending[0]
-            if (other.layer_start, other.layer_count) != (chunk.layer_start, chunk.layer_count) and len(skipped) < plan.src.num_layers:
-                skipped.append(self.pending.popleft())  # another layer range of the same unit
+            if (other.layer_start, other.layer_count) != (chunk.layer_start, chunk.layer_count):
+                if len(skipped) >= _MAX_SKIPPED:
+                    break
+                skipped.append(self.pending.popleft())  # another layer range of the same units: the next chunk
                 continue
             if (other.unit_start, other.num_tokens) != (chunk.unit_start + len(regions), chunk.num_tokens):
                 break
