@@ -1,6 +1,7 @@
 """KV between GPUs, or between two processes of one GPU: the copies, the transfer, and what of it a prompt has to wait for.
 
-    python bench/kv_transfer_gpu.py [--parts copies,staged,kvx,ipc,control,exposed] [--mib 1024] [--devices 0,0] [--repeat 3] [--transport shm]
+    python bench/kv_transfer_gpu.py [--parts copies,staged,kvx,ipc,control,exposed] [--mib 1024] [--devices 0,0] [--repeat 3]
+        [--transport shm]
         [--sums gpu|cores] [--connections 32] [--switch-ms 0.5]
 
 copies: the copy engines by size of piece, the kernel that takes small ones, checksums on the GPU and on cores. staged: GPU ->

@@ -29,7 +29,7 @@ from shared.engine.staging_ring import PinnedScratch, StagingRing
 from shared.errors import TransferError
 from shared.transport.connector import GpuMemory, Landed, LocatedBytes, StoredBytes
 from shared.transport.protocol.device_memory_offer import DeviceMemoryOffer
-from shared.transport.protocol.frames import MAX_NOTICE_BYTES, join_checksums
+from shared.transport.protocol.frames import MAX_NOTICE_BYTES, MAX_UNITS_PER_CHUNK, join_checksums
 from shared.transport.protocol.region import Region
 from shared.transport.protocol.segment_offer import SegmentOffer
 
@@ -38,8 +38,6 @@ logger = logging.getLogger(__name__)
 MIN_COPY_NBYTES = 256 << 10
 """39 of 55 GB/s; runs of 64 KiB would be copied at 18 (bench/kv_transfer_gpu.py)."""
 PROBE_NBYTES = 64 << 20
-MAX_LOCATED = 1024
-"""Regions of one notice."""
 
 
 class _Lane(threading.local):
@@ -47,7 +45,7 @@ class _Lane(threading.local):
 
     def __init__(self, device: torch.device) -> None:
         with torch.cuda.device(device):
-            self.transfer = PieceTransfer(device, MAX_LOCATED)
+            self.transfer = PieceTransfer(device, MAX_UNITS_PER_CHUNK)
             self.scratch = PinnedScratch()
 
 
@@ -99,6 +97,9 @@ class DeviceBlocks:
 
     @functools.cached_property
     def _is_exportable(self) -> bool:
+        layer_nbytes = self._cache[0, 0].nbytes
+        if not can_sum(layer_nbytes, 1, layer_nbytes | self._cache.data_ptr()):
+            return False
         try:
             return self.offer is not None
         except TransferError as error:
@@ -159,8 +160,10 @@ class DeviceBlocks:
         runs = block_runs(self._cache, regions)
         if len(runs) != 1 or len(runs[0].ids) != len(regions):
             raise ValueError("regions copied from GPU to GPU must be all heads and tokens of the same layers of blocks")
-        if len(regions) > MAX_LOCATED or not can_sum(runs[0].run_nbytes, 1, runs[0].alignment):
-            raise ValueError(f"{len(regions)} regions of {runs[0].run_nbytes} bytes; give {MAX_LOCATED} at most, of multiples of 16 bytes")
+        if len(regions) > MAX_UNITS_PER_CHUNK or not can_sum(runs[0].run_nbytes, 1, runs[0].alignment):
+            raise ValueError(
+                f"{len(regions)} regions of {runs[0].run_nbytes} bytes; give {MAX_UNITS_PER_CHUNK} at most, of multiples of 16 bytes"
+            )
         return runs[0]
 
     def adopt(self, segment: memoryview) -> None:
@@ -219,7 +222,7 @@ class DeviceBlocks:
             ends = packed_address + np.arange(len(run.ids), dtype=np.int64) * run.run_nbytes
             to, source = (ends, addresses) if is_read else (addresses, ends)
         runs_per_region = len(run.ids) // num_regions
-        if not (self._sums_on_gpu and num_regions <= MAX_LOCATED and can_sum(run.run_nbytes, runs_per_region, run.alignment)):
+        if not (self._sums_on_gpu and num_regions <= MAX_UNITS_PER_CHUNK and can_sum(run.run_nbytes, runs_per_region, run.alignment)):
             transfer.run(to, source, run.run_nbytes)
             return None
         # The sums of the units are formed side by side, each by a multiprocessor.

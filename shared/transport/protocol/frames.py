@@ -28,6 +28,7 @@ VERSION = 2
 HEADER_NBYTES = 192
 MAX_NOTICE_BYTES = 16 << 20
 """A chunk that stands in shared memory may be larger than one that is a message: only its notice travels."""
+MAX_UNITS_PER_CHUNK = 1024
 MAX_DEVICE_NOTICE_BYTES = 64 << 20
 """As above, in the memory of the sender's GPU."""
 _CRC_OFFSET = HEADER_NBYTES - 4

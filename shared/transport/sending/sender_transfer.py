@@ -9,7 +9,7 @@ from enum import Enum, auto
 
 from shared.transport.connector import StoredBytes
 from shared.transport.protocol.control import Commit
-from shared.transport.protocol.frames import DataHeader
+from shared.transport.protocol.frames import MAX_UNITS_PER_CHUNK, DataHeader
 from shared.transport.protocol.region import Region
 from shared.transport.protocol.wire_plan import WirePlan
 
@@ -129,7 +129,8 @@ class SenderTransfer:
         unit_nbytes = plan.layer_nbytes(chunk.num_tokens) * chunk.layer_count
         regions = list(chunk.regions)
         skipped: list[Chunk] = []
-        while (len(regions) + 1) * unit_nbytes <= preferred_chunk_bytes and self.cut_next(plan, max_chunk_bytes):
+        max_units = min(MAX_UNITS_PER_CHUNK, preferred_chunk_bytes // unit_nbytes)
+        while len(regions) < max_units and self.cut_next(plan, max_chunk_bytes):
             other = self.pending[0]
             if (other.layer_start, other.layer_count) != (chunk.layer_start, chunk.layer_count):
                 if len(skipped) >= _MAX_SKIPPED:
