@@ -161,9 +161,8 @@ class DeviceBlocks:
         if len(runs) != 1 or len(runs[0].ids) != len(regions):
             raise ValueError("regions copied from GPU to GPU must be all heads and tokens of the same layers of blocks")
         if len(regions) > MAX_UNITS_PER_CHUNK or not can_sum(runs[0].run_nbytes, 1, runs[0].alignment):
-            raise ValueError(
-                f"{len(regions)} regions of {runs[0].run_nbytes} bytes; give {MAX_UNITS_PER_CHUNK} at most, of multiples of 16 bytes"
-            )
+            limit = f"{MAX_UNITS_PER_CHUNK} at most, of multiples of 16 bytes"
+            raise ValueError(f"{len(regions)} regions of {runs[0].run_nbytes} bytes; give {limit}")
         return runs[0]
 
     def adopt(self, segment: memoryview) -> None:
