@@ -48,16 +48,15 @@ class ClientLoad:
     async def learn(self, seed: int, num_prompts: int) -> None:
         """Ask everything once, before any fault. ConfigurationError when the stack answers a fixture wrongly."""
         self._answers = fixtures()
-        for answer in self._answers:
-            text, _ = await self._ask(answer.prompt, answer.max_tokens)
+        found = await asyncio.gather(*(self._ask(answer.prompt, answer.max_tokens) for answer in self._answers))
+        for answer, (text, _) in zip(self._answers, found, strict=True):
             if text != answer.text:
                 raise ConfigurationError(f"the stack answers {text!r} to {answer.prompt!r} before any fault; {answer.text!r} is right")
         prompts = draw_prompts(seed, num_prompts)
-        for first in range(0, len(prompts), self._num_clients):
-            group = prompts[first : first + self._num_clients]
-            for (prompt, max_tokens), (text, gap) in zip(group, await asyncio.gather(*(self._ask(*each) for each in group)), strict=True):
-                if gap >= MIN_GAP:
-                    self._answers.append(KnownAnswer(prompt, max_tokens, text))
+        found = await asyncio.gather(*(self._ask(*prompt) for prompt in prompts))
+        for (prompt, max_tokens), (text, gap) in zip(prompts, found, strict=True):
+            if gap >= MIN_GAP:
+                self._answers.append(KnownAnswer(prompt, max_tokens, text))
 
     async def _ask(self, prompt: str, max_tokens: int) -> tuple[str, float]:
         """(greedy answer, smallest lead of its tokens)."""

@@ -28,12 +28,13 @@ REST_S = 5.0
 _OBSERVER_MARGIN_S = 0.3
 _RESTART_S = 60.0
 _FAULTS_PER_ROUND = 40
-_NUM_CLIENTS = 6
+_NUM_CLIENTS = 8
+_NUM_PROMPTS = 15
 _STRIKE_WAIT_S = 3.0
 _STRIKES = (Fault.FLIP, Fault.DROP, Fault.DUPLICATE, Fault.REORDER, Fault.LATE)
 _WILD = {
     "abort": 20.0, "flip": 10.0, "drop": 10.0, "duplicate": 10.0, "reorder": 10.0, "late": 8.0, "flip-byte": 3.0, "drop-byte": 2.0,
-    "throttle": 5.0, "delay": 5.0, "freeze": 3.0, "cut": 5.0, "stop": 4.0, "kill": 1.5,
+    "throttle": 5.0, "delay": 5.0, "freeze": 3.0, "cut": 5.0, "stop": 4.0, "kill": 3.0,
 }  # fmt: skip
 """How often each kind of fault is drawn, relative to the others."""
 _GENTLE = {
@@ -80,7 +81,7 @@ class RealRun:
     async def run(self) -> AsyncGenerator[ChaosEvent, None]:
         start_s = time.monotonic()
         try:
-            await self._load.learn(self._seed, num_prompts=16)
+            await self._load.learn(self._seed, num_prompts=_NUM_PROMPTS)
             yield {"event": "stage", "what": f"{self._load.num_known} prompts with known answers; log of the stack: {self._stack.log_path}"}
             num_rounds = 0
             while self._made.total() < self._num_wanted:
@@ -119,6 +120,8 @@ class RealRun:
             "num_right": self._load.num_right,
             "errors": dict(self._load.errors),
             "num_hung_up": self._load.num_hung_up,
+            "num_kv_messages": sum(link.forward.num_messages for link in self._stack.lanes),
+            "kv_mib": sum(link.forward.num_bytes for link in self._stack.lanes) >> 20,
             "latency_s": {name: round(latencies[int(share * (len(latencies) - 1))], 2) for name, share in shares.items()},
             "max_detection_s": round(max(self._detections_s, default=0.0), 2),
             "max_rest_s": round(max(self._rests_s, default=0.0), 2),
@@ -133,8 +136,10 @@ class RealRun:
         load = asyncio.create_task(self._load.run())
         try:
             while self._made.total() < until:
+                num_made = self._made.total()
                 await self._make_fault(self._draw_kind())
-                yield {"event": "progress", "num_faults": self._made.total()}
+                if self._made.total() > num_made:
+                    yield {"event": "progress", "num_faults": self._made.total()}
                 await asyncio.sleep(self._random.expovariate(1 / 0.15))
             if self._lasting:
                 await asyncio.wait(set(self._lasting))
