@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from services.chaos.fault_proxy import FaultProxy
+from services.chaos.fault_proxy import FaultProxy, Link
 from services.local.ports import free_port, free_ports
 from shared.config import Settings
 from shared.errors import ConfigurationError
@@ -105,6 +105,11 @@ class StackUnderTest:
                 self._pids.pop(event["child"], None)
             elif event["event"] == "started":
                 self._pids[event["child"]] = event["pid"]
+
+    def name_of(self, link: Link) -> str:
+        """For reports: which connection of which decode worker."""
+        worker, index = divmod(self.proxy.links.index(link), len(self.proxy.links) // len(self.control))
+        return f"decode-{worker} {f'lane {index - 1}' if index else 'control'}"
 
     def log_tail(self, num_lines: int = 20) -> str:
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-num_lines:])

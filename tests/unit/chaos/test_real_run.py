@@ -72,7 +72,7 @@ def test_transfer_that_fails_in_a_gentle_round_is_a_violation(run):
 
 def test_failed_check_is_shown_with_what_to_run_again(capsys):
     events = [
-        {"event": "progress", "num_faults": 3},
+        {"event": "fault", "kind": "loss", "num_faults": 3},
         {"event": "violation", "what": "a block leaked", "seed": 5, "again": "pagewire chaos --simulated 1 --seed 5"},
         {"event": "done", "is_ok": False, "seed": 5, "num_faults": 3, "faults": {"loss": 3}},
     ]
