@@ -31,22 +31,49 @@ from kv_transfer_pairs import LAYOUT, SETTINGS, ReceiverLog, SenderLog
 from shared.clock import ManualClock
 from shared.errors import ProtocolError
 from shared.messages import KVPeer
+from shared.transport.connector import DataMessage, StoredBytes
+from shared.transport.host_blocks import HostBlocks
 from shared.transport.protocol import control
-from shared.transport.protocol.frames import HEADER_NBYTES, ChecksumCode, DataHeader, Flags, KVDtype, KVPart, MessageType, checksum
-from shared.transport.protocol.seq_ranges import to_ranges
+from shared.transport.protocol.frames import (
+    HEADER_NBYTES,
+    ChecksumCode,
+    DataHeader,
+    Flags,
+    KVDtype,
+    KVPart,
+    MessageType,
+    ScaleCode,
+    checksum,
+)
+from shared.transport.protocol.kv_layout import KVLayout
+from shared.transport.protocol.region import Region
+from shared.transport.protocol.seq_ranges import from_ranges, to_ranges
+from shared.transport.protocol.wire_plan import WirePlan
+from shared.transport.receiving.peer_table import LaneAddresses
 from shared.transport.receiving.receiver_state import ReceiverState
+from shared.transport.sending.chunk_reading import read_message
 from shared.transport.sending.sender_state import SenderState
-from shared.transport.simulated_network import BytesMemory
 from shared.transport.wires.shared_segment import SharedSegment
-from shared.transport.wires.wire_speed import probe_headers
+from shared.transport.wires.wire_speed import probe_messages
 
 NUM_BLOCKS, NUM_TOKENS, CHAIN = 64, 30, 8
 """Blocks of a pool; tokens and blocks of each transfer."""
 MAX_FRAME_S = 1.0
 """Of CPU time; a frame that takes more is a hang, as is one that lets the whole run take too long."""
 _CRC_OFFSET = HEADER_NBYTES - 4
-_RESERVED = slice(_CRC_OFFSET - 42, _CRC_OFFSET)
-_SENDER, _SHM_SENDER, _RECEIVER = 11, 12, 22
+_RESERVED = slice(_CRC_OFFSET - 36, _CRC_OFFSET)
+_RECEIVER = 22
+_PEERS = {
+    "plain": (11, LAYOUT),
+    "shm": (12, LAYOUT),
+    "small blocks": (13, LAYOUT.model_copy(update={"block_size": 2})),
+    "rank 0": (14, LAYOUT.model_copy(update={"tp_size": 2})),
+    "rank 1": (15, LAYOUT.model_copy(update={"tp_size": 2, "tp_rank": 1})),
+    "half": (16, LAYOUT.model_copy(update={"dtype": KVDtype.FLOAT16})),
+}
+"""Prefill workers of each kind: (incarnation, layout). "shm" is read where it stands, the others send."""
+_GROUPS = (("plain",), ("shm",), ("small blocks",), ("rank 0", "rank 1"), ("half",))
+_SENDER = 11
 _INTERESTING = (
     0,
     1,
@@ -75,19 +102,22 @@ _INTERESTING = (
 )
 
 
-class GuardedMemory(BytesMemory):
-    """Remembers which blocks were looked at."""
+class GuardedMemory(HostBlocks):
+    """Remembers which blocks were looked at, and how many bytes were written."""
 
-    def __init__(self, num_blocks: int, fill: int) -> None:
-        super().__init__(num_blocks, LAYOUT.block_nbytes)
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(LAYOUT, memoryview(bytearray(num_blocks * LAYOUT.block_nbytes)))
         self.touched: set[int] = set()
-        for block_id in range(num_blocks):
-            view = super().block_view(block_id)
-            view[:] = bytes([fill]) * len(view)
+        self.written_nbytes = 0
 
-    def block_view(self, block_id: int) -> memoryview:
-        self.touched.add(block_id)
-        return super().block_view(block_id)
+    def read(self, regions: Sequence[Region]) -> StoredBytes:
+        self.touched |= {region.block_id for region in regions}
+        return super().read(regions)
+
+    def write(self, regions: Sequence[Region], data: memoryview) -> memoryview | None:
+        self.touched |= {region.block_id for region in regions}
+        self.written_nbytes += data.nbytes
+        return super().write(regions, data)
 
 
 class _Wire:
@@ -95,7 +125,7 @@ class _Wire:
 
     def __init__(self) -> None:
         self.said: list[control.ControlMessage] = []
-        self.num_data = 0
+        self.data: list[tuple[str, DataMessage]] = []
 
     def send_control(self, peer: str, message: control.ControlMessage, blob: bytes = b"") -> None:
         control.encode(message)
@@ -104,15 +134,14 @@ class _Wire:
     def open_peer(self, peer: str, ctrl_endpoint: str, server_key: str) -> None:
         pass
 
-    def open_lanes(self, peer: str, endpoints: tuple[str, ...], probes: Sequence[Any], are_encrypted: bool) -> None:
+    def open_lanes(self, peer: str, endpoints: tuple[str, ...], probes: Sequence[DataMessage], are_encrypted: bool) -> None:
         pass
 
     def close_peer(self, peer: str) -> None:
         pass
 
-    def send_data(self, peer: str, lane: int, header: DataHeader, payload: memoryview) -> None:
-        header.pack()
-        self.num_data += 1
+    def send_data(self, peer: str, lane: int, message: DataMessage) -> None:
+        self.data.append((peer, message))
 
 
 class Violation(AssertionError):
@@ -121,89 +150,96 @@ class Violation(AssertionError):
 
 def _receiver(memory: GuardedMemory, clock: ManualClock, log: ReceiverLog, wire: _Wire) -> ReceiverState:
     return ReceiverState(
-        layout=LAYOUT, memory=memory, incarnation=_RECEIVER, events=log, clock=clock, settings=SETTINGS, worker_id="decode-0", wire=wire,
-        lane_endpoints=("lane-0", "lane-1"),
+        layout=LAYOUT, memory=memory, incarnation=_RECEIVER, events=log, clock=clock, settings=SETTINGS, wire=wire,
+        lanes=LaneAddresses(("lane-0", "lane-1")),
     )  # fmt: skip
 
 
-def _hello(incarnation: int, **more: Any) -> control.Hello:
+def _hello(incarnation: int, layout: KVLayout = LAYOUT, **more: Any) -> control.Hello:
     return control.Hello(
-        src_incarnation=incarnation, dst_incarnation=_RECEIVER, worker_id="prefill-0", layout=LAYOUT, num_lanes=2,
+        src_incarnation=incarnation, dst_incarnation=_RECEIVER, worker_id="prefill-0", layout=layout, num_lanes=2,
         max_chunk_bytes=SETTINGS.kv_max_chunk_bytes, **more,
     )  # fmt: skip
 
 
 class DataFuzzer:
-    """A receiver with three transfers under way: two over lanes, one by shared memory."""
+    """A receiver with a transfer under way from each kind of sender."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
         self._clock = ManualClock()
         self._log = ReceiverLog()
         self._wire = _Wire()
-        self.memory = GuardedMemory(NUM_BLOCKS, 0x5A)
+        self.memory = GuardedMemory(NUM_BLOCKS)
         self.receiver = _receiver(self.memory, self._clock, self._log, self._wire)
         self._segment = SharedSegment(CHAIN * LAYOUT.block_nbytes)
-        self.receiver.on_control("tcp", _hello(_SENDER))
-        self.receiver.on_control("shm", _hello(_SHM_SENDER, transports=("shm",), segment=self._segment.offer))
+        self._plans: dict[str, WirePlan] = {}
+        for name, (incarnation, layout) in _PEERS.items():
+            more = {"transports": ("shm",), "segment": self._segment.offer} if name == "shm" else {}
+            self.receiver.on_control(name, _hello(incarnation, layout, **more))
+            self._plans[name] = WirePlan.between(layout, LAYOUT, SETTINGS.kv_wire_dtype)
         self._free = list(range(NUM_BLOCKS))
         self._live: dict[str, dict[int, int]] = {}
         """Transfer id -> block id by index of the blocks that may be written."""
+        self._groups: dict[str, tuple[str, ...]] = {}
         self._blocks: dict[str, list[int]] = {}
         self._valid: dict[str, list[DataHeader]] = {}
-        self._past: list[DataHeader] = probe_headers(LAYOUT, 4, _SENDER, _RECEIVER)
+        self._past = [message.header for message in probe_messages(self._plans["plain"], SETTINGS.kv_max_chunk_bytes, _SENDER, _RECEIVER)]
         self._payloads: dict[int, bytes] = {}
-        self._num_transfers = 0
         self.seen: Counter[str] = Counter()
         self._refill()
 
     def _refill(self) -> None:
-        while len(self._live) < 3:
-            self._num_transfers += 1
+        for group in _GROUPS:
+            if group in self._groups.values():
+                continue
             transfer_id = f"{self._random.getrandbits(128):032x}"
-            is_shared = self._num_transfers % 3 == 0
-            source = _SHM_SENDER if is_shared else _SENDER
             self._random.shuffle(self._free)
             ids, self._free = self._free[:CHAIN], self._free[CHAIN:]
             missing = sorted(self._random.sample(range(CHAIN), self._random.randint(2, CHAIN)))
-            self.receiver.expect(transfer_id, 1, ids, missing, NUM_TOKENS, 1e9)
-            address: control.Address = {
-                "transfer_id": transfer_id, "attempt": 1, "src_incarnation": source, "dst_incarnation": _RECEIVER, "traceparent": "",
-            }  # fmt: skip
-            self._wire.said.clear()
-            offer = control.Offer(**address, num_prompt_tokens=NUM_TOKENS, block_hashes="", deadline_s=1e9)
-            self.receiver.on_control("shm" if is_shared else "tcp", offer)
-            grant = next(message for message in self._wire.said if isinstance(message, control.Grant))
+            self.receiver.expect(transfer_id, 1, ids, missing, NUM_TOKENS, 1e9, src_tp_size=len(group))
             self._live[transfer_id] = {index: ids[index] for index in missing}
+            self._groups[transfer_id] = group
             self._blocks[transfer_id] = ids
-            self._valid[transfer_id] = self._headers(grant, source, missing, is_shared)
+            self._valid[transfer_id] = []
+            for name in group:
+                address: control.Address = {
+                    "transfer_id": transfer_id, "attempt": 1, "src_incarnation": _PEERS[name][0], "dst_incarnation": _RECEIVER,
+                    "traceparent": "",
+                }  # fmt: skip
+                self._wire.said.clear()
+                offer = control.Offer(**address, num_prompt_tokens=NUM_TOKENS, block_hashes="", deadline_s=1e9)
+                self.receiver.on_control(name, offer)
+                grant = next(message for message in self._wire.said if isinstance(message, control.Grant))
+                self._valid[transfer_id] += self._headers(grant, name)
 
-    def _headers(self, grant: control.Grant, source: int, missing: list[int], is_shared: bool) -> list[DataHeader]:
-        headers, seq = [], 0
-        for index in missing:
-            for start, count in LAYOUT.layer_ranges(SETTINGS.kv_max_chunk_bytes):
-                nbytes = count * LAYOUT.layer_nbytes
-                if is_shared:
-                    at = index * LAYOUT.block_nbytes + start * LAYOUT.layer_nbytes
-                    digest = checksum(self._segment.view[at : at + nbytes])
-                else:
-                    payload = self._random.randbytes(nbytes)
-                    digest = checksum(payload)
-                    self._payloads[digest] = payload
+    def _headers(self, grant: control.Grant, name: str) -> list[DataHeader]:
+        plan, is_shared, headers = self._plans[name], name == "shm", []
+        per_chunk = plan.layers_per_chunk(SETTINGS.kv_max_chunk_bytes)
+        for unit in from_ranges(grant.missing, plan.num_units(NUM_TOKENS)):
+            num_tokens = plan.tokens_of(unit, NUM_TOKENS)
+            if is_shared and num_tokens < LAYOUT.block_size:
+                continue
+            for start in range(0, LAYOUT.num_layers, per_chunk):
+                count = min(per_chunk, LAYOUT.num_layers - start)
+                nbytes = count * plan.layer_nbytes(num_tokens)
+                at = unit * LAYOUT.block_nbytes + start * LAYOUT.layer_nbytes if is_shared else 0
+                payload = bytes(self._segment.view[at : at + nbytes]) if is_shared else self._random.randbytes(nbytes)
+                digest = checksum(payload)
+                self._payloads[digest] = payload
                 headers.append(
                     DataHeader(
-                        MessageType.CHUNK, Flags.SHARED_MEMORY if is_shared else Flags.NONE, bytes.fromhex(grant.transfer_id), 1, source,
-                        _RECEIVER, grant.grant_id, index if is_shared else 0, grant.slot_gen, seq, 0, nbytes, ChecksumCode.XXH3_64, digest,
-                        checksum(b""), start, count, index, 1, LAYOUT.block_size, LAYOUT.block_size, KVPart.KV, LAYOUT.dtype,
-                        head_count=LAYOUT.num_kv_heads, head_dim=LAYOUT.head_dim,
+                        MessageType.CHUNK, Flags.SHARED_MEMORY if is_shared else Flags.NONE, bytes.fromhex(grant.transfer_id), 1,
+                        _PEERS[name][0], _RECEIVER, grant.grant_id, 0, grant.slot_gen, len(headers), 0, nbytes, ChecksumCode.XXH3_64,
+                        digest, checksum(b""), start, count, unit, 1, num_tokens, KVPart.KV, plan.codec.wire, plan.codec.scale, LAYOUT.layout,
+                        plan.head_start, plan.head_count, LAYOUT.head_dim, plan.src.tp_rank, plan.src.tp_size, at,
                     )
                 )  # fmt: skip
-                seq += 1
         fence = replace(
-            headers[0], msg_type=MessageType.FENCE, flags=Flags.NONE, chunk_seq=1, chunk_total=seq, payload_nbytes=0, layer_count=0,
-            block_count=0, checksum_algo=ChecksumCode.NONE, checksum=0, slot=0,
+            headers[0], msg_type=MessageType.FENCE, flags=Flags.NONE, chunk_seq=1, chunk_total=len(headers), payload_nbytes=0,
+            layer_count=0, block_count=2, checksum_algo=ChecksumCode.NONE, checksum=0,
         )  # fmt: skip
-        return [*headers, fence]
+        return [*headers, replace(fence, layer_count=0, block_count=1), fence]
 
     # ---- frames -------------------------------------------------------------------------------------------------------
     def _frame(self) -> tuple[bytes, bytes]:
@@ -252,7 +288,7 @@ class DataFuzzer:
         if draw.random() < 0.5:
             # Sizes that agree with each other get further.
             with contextlib.suppress(ValueError):  # a code that is none
-                shape = replace(header, kv_part=KVPart(header.kv_part), dtype=KVDtype(header.dtype))
+                shape = replace(header, kv_part=KVPart(header.kv_part), dtype=KVDtype(header.dtype), scale=ScaleCode(header.scale))
                 header = replace(header, payload_nbytes=shape.shape_nbytes)
         return header
 
@@ -263,6 +299,7 @@ class DataFuzzer:
     def step(self) -> None:
         frame, payload = self._frame()
         self.memory.touched.clear()
+        self.memory.written_nbytes = 0
         before = self.receiver.counters()
         lane = self._random.randrange(2)
         self.receiver.on_data(lane, frame, memoryview(payload))
@@ -272,13 +309,16 @@ class DataFuzzer:
             raise Violation(f"blocks {self.memory.touched - allowed} were written outside any grant, by {frame.hex()}")
         if after["chunks_received"] > before["chunks_received"]:
             header = DataHeader.unpack(frame, SETTINGS.kv_max_chunk_bytes)
-            brought = after["bytes_received"] - before["bytes_received"]
-            heads = range(header.head_start, header.head_start + header.head_count)
-            claimed = header.layer_count * LAYOUT.layer_nbytes // LAYOUT.num_kv_heads * len(heads)
-            if brought != claimed or heads.stop > LAYOUT.num_kv_heads:
-                raise Violation(f"a chunk counts for other bytes than it brought: {header}")
-            if self.memory.touched != {self._live[header.transfer_id.hex()][header.block_index]}:
-                raise Violation(f"a chunk was written to blocks {self.memory.touched}: {header}")
+            transfer_id = header.transfer_id.hex()
+            # Every region that now counts as there has been written, once and whole, in this cache's own number format.
+            claimed = 2 * header.layer_count * header.block_count * header.head_count * header.block_tokens * LAYOUT.head_dim
+            if self.memory.written_nbytes != claimed * LAYOUT.dtype.itemsize:
+                raise Violation(f"a chunk counts for other bytes than it brought ({self.memory.written_nbytes}): {header}")
+            if header.head_start + header.head_count > LAYOUT.num_kv_heads or header.layer_start + header.layer_count > LAYOUT.num_layers:
+                raise Violation(f"a chunk of heads or layers that there are not: {header}")
+            blocks = [self._live[transfer_id][unit * self._unit_tokens(transfer_id) // LAYOUT.block_size] for unit in _units(header)]
+            if self.memory.touched != set(blocks):
+                raise Violation(f"a chunk was written to blocks {self.memory.touched}, not {blocks}: {header}")
             self.seen["accepted"] += 1
         for name in ("stale_frames", "bad_headers", "bad_checksums", "chunks_duplicate", "chunks_nacked"):
             self.seen[name] += int(after[name] - before[name])
@@ -293,13 +333,16 @@ class DataFuzzer:
         self._wire.said.clear()
         self._refill()
 
+    def _unit_tokens(self, transfer_id: str) -> int:
+        return self._plans[self._groups[transfer_id][0]].unit_tokens
+
     def _end(self, transfer_id: str) -> None:
         ends = self._log.ended.pop(transfer_id, [])
         if len(ends) > 1 or ends == [None]:
             raise Violation(f"transfer {transfer_id} ended {ends} without a commit")
         self.seen["transfers ended"] += 1
         self._free += self._blocks.pop(transfer_id)
-        del self._live[transfer_id]
+        del self._live[transfer_id], self._groups[transfer_id]
         # Their blocks belong to others now; their frames may still come.
         self._past = [*self._past[:20], *self._valid.pop(transfer_id)]
         if len(self._payloads) > 2_000:
@@ -308,8 +351,14 @@ class DataFuzzer:
             }
 
 
+def _units(header: DataHeader) -> range:
+    return range(header.block_index, header.block_index + header.block_count)
+
+
 _HEADER_FIELDS = [field.name for field in fields(DataHeader)]
-_WIDTHS = (8, 8, 128, 16, 64, 64, 64, 32, 32, 32, 32, 64, 8, 64, 64, 16, 16, 32, 16, 16, 16, 8, 8, 8, 8, 16, 16, 16, 16, 16, 128, 64, 8)
+_WIDTHS = (
+    8, 8, 128, 16, 64, 64, 64, 32, 32, 32, 32, 64, 8, 64, 64, 16, 16, 32, 16, 16, 8, 8, 8, 8, 16, 16, 16, 16, 16, 64, 128, 64, 8,
+)  # fmt: skip
 """Bits of each field of DataHeader, in order."""
 
 
@@ -334,7 +383,7 @@ class ControlFuzzer:
         self._clock = ManualClock()
         self._receiver_log, self._sender_log = ReceiverLog(), SenderLog()
         self._receiver_wire, self._sender_wire = _Wire(), _Wire()
-        self.target, self.source = GuardedMemory(NUM_BLOCKS, 0x5A), GuardedMemory(NUM_BLOCKS, 0x33)
+        self.target, self.source = GuardedMemory(NUM_BLOCKS), GuardedMemory(NUM_BLOCKS)
         self.receiver = _receiver(self.target, self._clock, self._receiver_log, self._receiver_wire)
         self.sender = SenderState(
             layout=LAYOUT, memory=self.source, incarnation=_SENDER, events=self._sender_log, clock=self._clock, settings=SETTINGS,
@@ -375,11 +424,8 @@ class ControlFuzzer:
         while len(self._sending) < 6:
             transfer_id = f"{draw.getrandbits(128):032x}"
             self._sending.append(transfer_id)
-            self.sender.offer(transfer_id, 1, self._peer, NUM_TOKENS, [], 1e9, "")
-            self.sender.on_control(
-                self._key,
-                control.HelloAck(src_incarnation=_RECEIVER, dst_incarnation=_SENDER, lane_endpoints=("a", "b"), max_chunk_bytes=1 << 20),
-            )
+            self.sender.offer(transfer_id, 1, [self._peer], NUM_TOKENS, [], 1e9, "")
+            self.sender.on_control(self._key, _hello_ack(1 << 20))
             phase = draw.randrange(4)
             if phase > 0:
                 self.sender.on_control(self._key, self._grant(transfer_id))
@@ -387,8 +433,18 @@ class ControlFuzzer:
                 self.sender.send_blocks(transfer_id, [(index, index) for index in range(CHAIN if phase > 2 else 4)])
             if phase > 2:
                 self.sender.commit(transfer_id, b"hidden", 0)
+        self._read_chunks()
         self._receiver_wire.said.clear()
         self._sender_wire.said.clear()
+
+    def _read_chunks(self) -> None:
+        """What the lanes do."""
+        while self._sender_wire.data:
+            waiting, self._sender_wire.data = self._sender_wire.data, []
+            for peer, message in waiting:
+                header, _, read = read_message(self.source, message)
+                if header.msg_type is MessageType.CHUNK:
+                    self.sender.on_chunk_read(peer, header.transfer_id.hex(), header.chunk_seq, read)
 
     def _offer(self, transfer_id: str) -> control.Offer:
         return control.Offer(**self._address(transfer_id, True), num_prompt_tokens=NUM_TOKENS, block_hashes="", deadline_s=1e6)
@@ -435,7 +491,7 @@ class ControlFuzzer:
                 lambda: control.Renew(**address),
                 lambda: control.Drain(**about_connection) if draw.random() < 0.1 else control.Renew(**address),
                 lambda: control.Bye(**about_connection) if draw.random() < 0.1 else control.Renew(**address),
-                lambda: control.HelloAck(**about_connection, lane_endpoints=("a",), max_chunk_bytes=u32),
+                lambda: _hello_ack(u32),
             )
         )()
 
@@ -511,10 +567,12 @@ class ControlFuzzer:
         self.receiver.on_control("peer", message, blob)
         self.receiver.deliver_events()
         self.sender.on_control(self._key, message)
+        self._read_chunks()
         if self.target.touched:
             raise Violation(f"a control message touched blocks {self.target.touched}: {message}")
         if not self.source.touched <= set(range(CHAIN)):
             raise Violation(f"blocks {self.source.touched} that belong to no transfer were read: {message}")
+        # Slowly enough for nobody to be silent for too long, fast enough for nobody to say too much.
         if self._random.random() < 0.01:
             self._clock.advance(0.05)
             self.receiver.tick()
@@ -523,6 +581,12 @@ class ControlFuzzer:
         if len(self._receiver_wire.said) + len(self._sender_wire.said) > 1000:
             raise Violation(f"one message was answered {len(self._receiver_wire.said)} times: {message}")
         self._refill()
+
+
+def _hello_ack(max_chunk_bytes: int) -> control.HelloAck:
+    return control.HelloAck(
+        src_incarnation=_RECEIVER, dst_incarnation=_SENDER, layout=LAYOUT, lane_endpoints=("a", "b"), max_chunk_bytes=max_chunk_bytes
+    )
 
 
 def _with_prefix(body: bytes) -> bytes:
