@@ -43,21 +43,36 @@ _GENTLE = {
 
 
 def run_real(num_faults: int, seed: int, num_prefill: int, num_decode: int) -> Iterator[ChaosEvent]:
-    """Events as they happen; the last is "done". ConfigurationError when the stack cannot be started."""
+    """Events as they happen; the last is "done". ConfigurationError when the stack cannot be started.
+
+    SIGINT and SIGTERM end the run, and its stack with it, by KeyboardInterrupt.
+    """
     loop = asyncio.new_event_loop()
     try:
         with StackUnderTest(num_prefill, num_decode, seed) as stack:
             events = RealRun(stack, num_faults, seed).run()
             try:
-                while True:
-                    try:
-                        yield loop.run_until_complete(anext(events))
-                    except StopAsyncIteration:
-                        return
+                while (event := _next_event(loop, events)) is not None:
+                    yield event
             finally:
                 loop.run_until_complete(events.aclose())
     finally:
         loop.close()
+
+
+def _next_event(loop: asyncio.AbstractEventLoop, events: AsyncGenerator[ChaosEvent, None]) -> ChaosEvent | None:
+    async def next_event() -> ChaosEvent | None:
+        # By cancelling: an exception raised from a signal handler would leave the run in the middle, its tasks pending.
+        task = asyncio.current_task()
+        assert task is not None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, task.cancel)
+        return await anext(events, None)
+
+    try:
+        return loop.run_until_complete(next_event())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
 
 
 class RealRun:

@@ -231,8 +231,8 @@ class DataFuzzer:
                     DataHeader(
                         MessageType.CHUNK, Flags.SHARED_MEMORY if is_shared else Flags.NONE, bytes.fromhex(grant.transfer_id), 1,
                         _PEERS[name][0], _RECEIVER, grant.grant_id, 0, grant.slot_gen, len(headers), 0, nbytes, ChecksumCode.XXH3_64,
-                        digest, checksum(b""), start, count, unit, 1, num_tokens, KVPart.KV, plan.codec.wire, plan.codec.scale, LAYOUT.layout,
-                        plan.head_start, plan.head_count, LAYOUT.head_dim, plan.src.tp_rank, plan.src.tp_size, at,
+                        digest, checksum(b""), start, count, unit, 1, num_tokens, KVPart.KV, plan.codec.wire, plan.codec.scale,
+                        LAYOUT.layout, plan.head_start, plan.head_count, LAYOUT.head_dim, plan.src.tp_rank, plan.src.tp_size, at,
                     )
                 )  # fmt: skip
         fence = replace(
