@@ -180,12 +180,16 @@ def chaos(
     as_json: Json = False,
 ) -> None:
     """Break things on purpose and check that nothing is corrupted, leaked or forgotten. Exit code 1 when a check failed."""
+    import signal
+
     from services.chaos.chaos_event import show
     from services.chaos.real_run import run_real
     from services.chaos.simulated_run import run_simulated
 
     if simulated is None and real is None:
         raise ConfigurationError("nothing to do: give --simulated N, --real N or both")
+    # Whoever ends the run ends its stack with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     is_ok = True
     if simulated is not None:
         is_ok = show(run_simulated(simulated, seed), simulated, as_json)
