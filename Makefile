@@ -16,7 +16,7 @@ MIN_COVERAGE := 85
 SANITIZED := d01 or d03 or d16 or greedy or large_vocabularies or fp8_saturates or residual or extreme or pinned
 
 .DEFAULT_GOAL := help
-.PHONY: help up install test long-test fuzz check format compile-cuda gpu-test gpu-sanitize e2e clients clean
+.PHONY: help up install test long-test fuzz fuzz-frames check format compile-cuda gpu-test gpu-sanitize e2e clients clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1	\2/' | expand -t 18
@@ -45,6 +45,9 @@ long-test: $(DEV) ## Run in full what make test tries a part of: the whole parit
 
 fuzz: $(DEV) ## Make 20,000 requests from the API's own description, valid and not (make test: a few hundred)
 	@PAGEWIRE_FUZZ_EXAMPLES=2000 $(BIN)/python -m pytest --timeout 7200 tests/fuzz/test_api_fuzz.py $(ARGS)
+
+fuzz-frames: $(DEV) ## Send 1,000,000 mutated KV frames and control messages to both ends of a transfer (make test: 30,000)
+	@PAGEWIRE_FUZZ_FRAMES=1000000 $(BIN)/python -m pytest --timeout 3600 tests/fuzz/test_frame_fuzz.py $(ARGS)
 
 gpu-test: $(DEV) ## Run the tests that need an NVIDIA GPU
 	@$(BIN)/python -m pytest -m gpu $(ARGS)

@@ -1,11 +1,12 @@
 """KV between GPUs, or between two processes of one GPU: the copies, the transfer, and what of it a prompt has to wait for.
 
     python bench/kv_transfer_gpu.py [--parts copies,staged,kvx,ipc,control,exposed] [--mib 1024] [--devices 0,0] [--repeat 3]
+        [--transport shm]
         [--sums gpu|cores] [--connections 32] [--switch-ms 0.5]
 
 copies: the copy engines by size of piece, the kernel that takes small ones, checksums on the GPU and on cores. staged: GPU ->
-pinned shared memory -> GPU between two processes, checksums included, by 1, 2 and 4 threads, without the protocol; chunks of 16 MiB
-with the checksum of each block, joined, which the protocol does not have: what it would gain. kvx: the same through KVX/1. ipc:
+pinned shared memory -> GPU between two processes, checksums included, by 1, 2 and 4 threads, without the protocol. kvx: the same through
+KVX/1. ipc:
 from GPU memory to GPU memory of another process, beside a plain copy. control: how long OFFER -> GRANT takes while bulk goes on.
 exposed: 8192 tokens of a Llama-3.1-8B shape (random weights) in chunks of 2048; what passes between the last layer and COMMITTED,
 by groups of layers.
@@ -32,7 +33,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 import torch
-import xxhash
 
 from kernels import cache_ops
 from kernels.piece_transfer import PieceTransfer
@@ -47,7 +47,7 @@ from shared.model_files.model_config import Llama3RopeScaling, ModelConfig
 from shared.model_files.model_source import ModelSource
 from shared.request import Request
 from shared.transport.protocol.device_memory_offer import DeviceMemoryOffer
-from shared.transport.protocol.frames import KVDtype
+from shared.transport.protocol.frames import KVDtype, checksum, chunk_checksum
 from shared.transport.protocol.kv_layout import KVLayout
 from shared.transport.protocol.region import Region
 from shared.transport.protocol.segment_offer import SegmentOffer
@@ -155,7 +155,7 @@ def measure_copies(options: argparse.Namespace) -> None:
 
 
 def hash_chunk(view: memoryview, index: int) -> None:
-    xxhash.xxh3_64_intdigest(view[index * CHUNK : (index + 1) * CHUNK])
+    checksum(view[index * CHUNK : (index + 1) * CHUNK])
 
 
 def in_threads(num_threads: int, count: int, action: Callable[[int], None]) -> None:
@@ -175,7 +175,7 @@ def regions_of(block_ids: list[int]) -> list[Region]:
     return [Region(block, *WHOLE) for block in block_ids]
 
 
-def receive_staged(pipe: Connection, offer: SegmentOffer, num_blocks: int, device: int, ends: list[Connection], is_joined: bool) -> None:
+def receive_staged(pipe: Connection, offer: SegmentOffer, num_blocks: int, device: int, ends: list[Connection]) -> None:
     """One thread for each of `ends`: (block ids, offset, bytes, checksum) in, an answer when it has landed."""
     cache = torch.zeros_like(random_cache(num_blocks, device))
     blocks, reader = blocks_over(cache), SegmentReader(offer)
@@ -186,9 +186,7 @@ def receive_staged(pipe: Connection, offer: SegmentOffer, num_blocks: int, devic
             ids, offset, nbytes, digest = notice
             data = reader.read(offset, nbytes)
             landed = blocks.write(regions_of(ids), data)
-            if is_joined:
-                landed = blocks.locate(regions_of(ids)).checksum
-            end.send((xxhash.xxh3_64_intdigest(data) if landed is None else landed) == digest)
+            end.send((chunk_checksum(data, len(ids)) if landed is None else landed) == digest)
 
     run_all(pipe, ends, serve)
 
@@ -263,8 +261,8 @@ def measure_staged_here(options: argparse.Namespace, blocks: DeviceBlocks, num_b
         assert stored.segment_offset is not None
         data = mapped.read(stored.segment_offset, stored.view.nbytes)
         landed = target.write(regions, data)
-        digest = xxhash.xxh3_64_intdigest(stored.view) if stored.checksum is None else stored.checksum
-        assert digest == (xxhash.xxh3_64_intdigest(data) if landed is None else landed)
+        digest = chunk_checksum(stored.view, len(regions)) if stored.checksum is None else stored.checksum
+        assert digest == (chunk_checksum(data, len(regions)) if landed is None else landed)
 
     for num_threads in (1, 2, 4, 8):
         seconds = best_s(partial(in_threads, num_threads, num_blocks // 2, carry), options.repeat)
@@ -279,29 +277,23 @@ def measure_staged(options: argparse.Namespace) -> None:
     num_blocks = (options.mib << 20) // LAYOUT.block_nbytes
     cache = random_cache(num_blocks, source)
     measure_staged_here(options, blocks_over(cache), num_blocks)
-    sums = os.environ["SUMS_ON_GPU"]
     for num_threads, chunk in itertools.product((1, 2, 4), (CHUNK, LARGE_CHUNK)):
-        is_joined = chunk == LARGE_CHUNK
-        os.environ["SUMS_ON_GPU"] = "0" if is_joined else sums
         blocks = blocks_over(cache)
         pairs = [multiprocessing.Pipe() for _ in range(num_threads)]
-        child = Child(receive_staged, blocks.segment, num_blocks, target, [theirs for _, theirs in pairs], is_joined)
+        child = Child(receive_staged, blocks.segment, num_blocks, target, [theirs for _, theirs in pairs])
         child.receive()
 
-        def notice(ids: list[int], blocks: DeviceBlocks = blocks, is_joined: bool = is_joined) -> tuple[object, object]:
+        def notice(ids: list[int], blocks: DeviceBlocks = blocks) -> tuple[object, object]:
             stored = blocks.read(regions_of(ids))
-            digest = blocks.locate(regions_of(ids)).checksum if is_joined else stored.checksum
-            digest = xxhash.xxh3_64_intdigest(stored.view) if digest is None else digest
+            digest = chunk_checksum(stored.view, len(ids)) if stored.checksum is None else stored.checksum
             return (ids, stored.segment_offset, stored.view.nbytes, digest), stored
 
         ends = [ours for ours, _ in pairs]
         seconds = min(pump(ends, num_blocks, chunk // LAYOUT.block_nbytes, notice, window=6) for _ in range(options.repeat))
-        kind = "joined checksums" if is_joined else "checksums"
-        report(f"GPU -> pinned -> GPU, {num_threads} threads, chunks of {chunk >> 20} MiB, {kind}", cache.nbytes / seconds / 1e9)
+        report(f"GPU -> pinned -> GPU, {num_threads} threads, chunks of {chunk >> 20} MiB, checksums", cache.nbytes / seconds / 1e9)
         for end in ends:
             end.send(None)
         child.close()
-    os.environ["SUMS_ON_GPU"] = sums
 
 
 def copy_all(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -387,7 +379,9 @@ class KvxPair:
     """A sender here, a receiver in a process of its own."""
 
     def __init__(self, options: argparse.Namespace, cache: torch.Tensor, num_blocks: int, **settings: Any) -> None:
-        self.settings = Settings(kv_transport="shm", **{"kv_lanes": 2, "kv_max_chunk_bytes": CHUNK, "kv_credits": 16, **settings})
+        self.settings = Settings(
+            kv_transport=options.transport, **{"kv_lanes": 2, "kv_max_chunk_bytes": CHUNK, "kv_credits": 16, **settings}
+        )
         self.child = Child(serve_kvx, num_blocks, options.devices[1], self.settings)
         self.peer = KVPeer(**self.child.receive())
         self.events = Ends()
@@ -421,10 +415,14 @@ class KvxPair:
 def measure_kvx(options: argparse.Namespace) -> None:
     num_blocks = (options.mib << 20) // LAYOUT.block_nbytes
     cache = random_cache(num_blocks, options.devices[0])
+    if options.transport == "cuda":
+        plain = torch.empty(cache.shape, dtype=cache.dtype, device=f"cuda:{options.devices[1]}")
+        report("one plain copy of everything", cache.nbytes / best_s(partial(copy_all, plain, cache), options.repeat + 2) / 1e9)
+        del plain
     for lanes, credits in ((1, 16), (2, 16), (4, 16), (4, 32)):
         pair = KvxPair(options, cache, num_blocks, kv_lanes=lanes, kv_credits=credits)
         rate = max(pair.carry(num_blocks) for _ in range(options.repeat))
-        report(f"KVX/1 by shared memory, {lanes} lanes, {credits} credits", rate / 1e9)
+        report(f"KVX/1 by {options.transport}, {lanes} lanes, {credits} credits", rate / 1e9)
         pair.close()
 
 
@@ -532,6 +530,7 @@ PARTS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--transport", choices=("cuda", "shm", "ipc", "tcp"), default="shm", help="of kvx, control and exposed")
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--devices", default="0,0", help="of the sender and of the receiver")
     parser.add_argument("--repeat", type=int, default=3)

@@ -40,7 +40,7 @@ def up(
     host: Annotated[str | None, typer.Option(help="Address the router listens on. Default: 127.0.0.1.")] = None,
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port the router listens on. Default: 8000.")] = None,
     aggregated: Annotated[bool, typer.Option("--aggregated", help="No prefill workers: decode workers compute prompts too.")] = False,
-    transport: Annotated[str | None, typer.Option(help="How KV travels: shm, ipc or tcp. Default: auto, the fastest that works.")] = None,
+    transport: Annotated[str | None, typer.Option(help="How KV travels: cuda, shm, ipc or tcp. Default: the fastest.")] = None,
     load_format: Annotated[str | None, typer.Option(help="dummy: random weights, for a directory that has none.")] = None,
     kv_wire_dtype: Annotated[str | None, typer.Option(help="How KV values travel: auto (unchanged) or fp8 (a quarter of fp32).")] = None,
     redis: RedisUrl = None,
@@ -180,12 +180,16 @@ def chaos(
     as_json: Json = False,
 ) -> None:
     """Break things on purpose and check that nothing is corrupted, leaked or forgotten. Exit code 1 when a check failed."""
+    import signal
+
     from services.chaos.chaos_event import show
     from services.chaos.real_run import run_real
     from services.chaos.simulated_run import run_simulated
 
     if simulated is None and real is None:
         raise ConfigurationError("nothing to do: give --simulated N, --real N or both")
+    # Whoever ends the run ends its stack with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     is_ok = True
     if simulated is not None:
         is_ok = show(run_simulated(simulated, seed), simulated, as_json)

@@ -62,7 +62,7 @@ class Settings(BaseModel):
     local_prefill_max_tokens: int = Field(16, ge=0, description="an uncached tail this short behind a cached prefix stays on decode")
 
     # KV transfer
-    kv_transport: Literal["auto", "shm", "ipc", "tcp"] = Field("auto", description="auto: the fastest that both ends can use")
+    kv_transport: Literal["auto", "cuda", "shm", "ipc", "tcp"] = Field("auto", description="auto: the fastest that both ends can use")
     kv_key_file: str | None = Field(
         None, description="made by `pagewire keys`: a worker takes KV from workers that hold it, and from nobody else"
     )
@@ -78,13 +78,13 @@ class Settings(BaseModel):
     kv_lanes: int = Field(2, ge=1, le=4, description="data sockets from one worker to another")
     kv_max_chunk_bytes: int = Field(4 << 20, ge=4096, le=1 << 30)
     kv_layer_groups: int | None = Field(
-        None, ge=1, description="prefill: parts of a step's layers that leave one by one; default: 4 on a GPU, 1 on a CPU"
+        None, ge=1, description="prefill: parts of a step's layers that leave one by one; default: 8 on a GPU, 1 on a CPU"
     )
     kv_checksum_device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="where a worker on a GPU forms checksums; auto: there, unless it is the only one, which workers may share"
     )
     kv_staging_mib: int = Field(
-        256, ge=16, description="on a GPU: pinned host memory for KV on its way out; twice kv_max_chunk_bytes is the least"
+        512, ge=32, description="on a GPU: pinned host memory for KV on its way out; 32 MiB, two chunks, is the least"
     )
     kv_port: int = Field(
         0, ge=0, le=65531, description="decode: port of KV control messages; data lanes take the kv_lanes ports after it. 0 = free ports"

@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 ChaosEvent = dict[str, Any]
-"""`event` is "stage", "progress" (num_faults so far), "violation" (what, seed, again) or, last of all, "done" (is_ok and the figures)."""
+"""`event` is "stage", "progress" or "fault" (both with num_faults so far), "violation" (what, seed, again) or, last of
+all, "done" (is_ok and the figures)."""
 
 
 def show(events: Iterable[ChaosEvent], num_faults: int, as_json: bool) -> bool:
@@ -26,7 +27,7 @@ def show(events: Iterable[ChaosEvent], num_faults: int, as_json: bool) -> bool:
                 is_ok = bool(event["is_ok"])
             if as_json:
                 print(json.dumps(event), flush=True)
-            elif kind == "progress":
+            elif kind in ("progress", "fault"):
                 progress.update(task, completed=event["num_faults"])
             elif kind == "stage":
                 console.print(event["what"], markup=False)

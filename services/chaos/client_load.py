@@ -22,7 +22,8 @@ from shared.errors import ConfigurationError
 ANSWER_TIMEOUT_S = 30.0
 """A client that has no answer after this was forgotten."""
 _PROPER_ERRORS = frozenset({408, 429, 500, 502, 503, 504})
-_PAUSE_AFTER_ERROR_S = 0.2
+_MAX_PAUSE_S = 0.4
+"""Between two requests of a client: a stack that has no moment to breathe tells nothing about deadlines."""
 _SALTED_SHARE = 0.7
 """Requests with a salt of their own: nothing of their prompt is cached, so their KV has to travel."""
 
@@ -48,16 +49,15 @@ class ClientLoad:
     async def learn(self, seed: int, num_prompts: int) -> None:
         """Ask everything once, before any fault. ConfigurationError when the stack answers a fixture wrongly."""
         self._answers = fixtures()
-        for answer in self._answers:
-            text, _ = await self._ask(answer.prompt, answer.max_tokens)
+        found = await asyncio.gather(*(self._ask(answer.prompt, answer.max_tokens) for answer in self._answers))
+        for answer, (text, _) in zip(self._answers, found, strict=True):
             if text != answer.text:
                 raise ConfigurationError(f"the stack answers {text!r} to {answer.prompt!r} before any fault; {answer.text!r} is right")
         prompts = draw_prompts(seed, num_prompts)
-        for first in range(0, len(prompts), self._num_clients):
-            group = prompts[first : first + self._num_clients]
-            for (prompt, max_tokens), (text, gap) in zip(group, await asyncio.gather(*(self._ask(*each) for each in group)), strict=True):
-                if gap >= MIN_GAP:
-                    self._answers.append(KnownAnswer(prompt, max_tokens, text))
+        found = await asyncio.gather(*(self._ask(*prompt) for prompt in prompts))
+        for (prompt, max_tokens), (text, gap) in zip(prompts, found, strict=True):
+            if gap >= MIN_GAP:
+                self._answers.append(KnownAnswer(prompt, max_tokens, text))
 
     async def _ask(self, prompt: str, max_tokens: int) -> tuple[str, float]:
         """(greedy answer, smallest lead of its tokens)."""
@@ -103,7 +103,6 @@ class ClientLoad:
 
     async def _keep_asking(self) -> None:
         while self._is_running:
-            num_errors = self.errors.total()
             task = asyncio.create_task(self._one(self._random.choice(self._answers)))
             self._in_flight.add(task)
             await asyncio.wait({task})
@@ -111,8 +110,7 @@ class ClientLoad:
             self._hung_up.discard(task)
             if not task.cancelled() and task.exception() is not None:
                 self.violations.append(f"a client failed: {task.exception()!r}")
-            if self.errors.total() > num_errors:
-                await asyncio.sleep(_PAUSE_AFTER_ERROR_S)
+            await asyncio.sleep(self._random.uniform(0.0, _MAX_PAUSE_S))
 
     async def _one(self, answer: KnownAnswer) -> None:
         body: dict[str, Any] = {"prompt": answer.prompt, "max_tokens": answer.max_tokens, "temperature": 0}
@@ -130,7 +128,7 @@ class ClientLoad:
                 else:
                     self._judge_text(answer, orjson.loads(await response.aread())["choices"][0]["text"])
         except httpx.TimeoutException:
-            self.violations.append(f"no answer within {ANSWER_TIMEOUT_S:g} s to {_shown(answer)}")
+            self.violations.append(f"no answer to {_shown(answer)} within {ANSWER_TIMEOUT_S:g} s")
         except httpx.HTTPError as error:
             self.violations.append(f"the router broke a connection off ({error!r}) on {_shown(answer)}")
         self.latencies_s.append(time.monotonic() - start_s)

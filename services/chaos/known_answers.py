@@ -38,12 +38,12 @@ def fixtures() -> list[KnownAnswer]:
 
 
 def draw_prompts(seed: int, count: int) -> list[tuple[str, int]]:
-    """(prompt, max_tokens) of fixtures behind fillers of 10 to 120 words, each prompt another from its first block on."""
+    """(prompt, max_tokens) of fixtures behind fillers of 4 to 50 words, each prompt another from its first block on."""
     draw = random.Random(seed)
     prompts = []
     for index in range(count):
         prompt, max_tokens, _ = FIXTURES[index % len(FIXTURES)]
-        filler = " ".join(draw.choice(_WORDS) for _ in range(draw.randint(10, 120)))
+        filler = " ".join(draw.choice(_WORDS) for _ in range(draw.randint(4, 50)))
         prompts.append((f"{filler}.\n\n{prompt}", max_tokens))
     return prompts
 

@@ -28,12 +28,13 @@ REST_S = 5.0
 _OBSERVER_MARGIN_S = 0.3
 _RESTART_S = 60.0
 _FAULTS_PER_ROUND = 40
-_NUM_CLIENTS = 6
+_NUM_CLIENTS = 5
+_NUM_PROMPTS = 15
 _STRIKE_WAIT_S = 3.0
 _STRIKES = (Fault.FLIP, Fault.DROP, Fault.DUPLICATE, Fault.REORDER, Fault.LATE)
 _WILD = {
     "abort": 20.0, "flip": 10.0, "drop": 10.0, "duplicate": 10.0, "reorder": 10.0, "late": 8.0, "flip-byte": 3.0, "drop-byte": 2.0,
-    "throttle": 5.0, "delay": 5.0, "freeze": 3.0, "cut": 5.0, "stop": 4.0, "kill": 1.5,
+    "throttle": 5.0, "delay": 5.0, "freeze": 3.0, "cut": 5.0, "stop": 4.0, "kill": 3.0,
 }  # fmt: skip
 """How often each kind of fault is drawn, relative to the others."""
 _GENTLE = {
@@ -42,21 +43,36 @@ _GENTLE = {
 
 
 def run_real(num_faults: int, seed: int, num_prefill: int, num_decode: int) -> Iterator[ChaosEvent]:
-    """Events as they happen; the last is "done". ConfigurationError when the stack cannot be started."""
+    """Events as they happen; the last is "done". ConfigurationError when the stack cannot be started.
+
+    SIGINT and SIGTERM end the run, and its stack with it, by KeyboardInterrupt.
+    """
     loop = asyncio.new_event_loop()
     try:
         with StackUnderTest(num_prefill, num_decode, seed) as stack:
             events = RealRun(stack, num_faults, seed).run()
             try:
-                while True:
-                    try:
-                        yield loop.run_until_complete(anext(events))
-                    except StopAsyncIteration:
-                        return
+                while (event := _next_event(loop, events)) is not None:
+                    yield event
             finally:
                 loop.run_until_complete(events.aclose())
     finally:
         loop.close()
+
+
+def _next_event(loop: asyncio.AbstractEventLoop, events: AsyncGenerator[ChaosEvent, None]) -> ChaosEvent | None:
+    async def next_event() -> ChaosEvent | None:
+        # By cancelling: an exception raised from a signal handler would leave the run in the middle, its tasks pending.
+        task = asyncio.current_task()
+        assert task is not None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, task.cancel)
+        return await anext(events, None)
+
+    try:
+        return loop.run_until_complete(next_event())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
 
 
 class RealRun:
@@ -68,6 +84,8 @@ class RealRun:
         self._load = ClientLoad(stack.url, seed, _NUM_CLIENTS)
         self._observer = httpx.AsyncClient()
         self._made: Counter[str] = Counter()
+        self._start_s = time.monotonic()
+        self._news: list[ChaosEvent] = []
         self._violations: list[str] = []
         self._num_violations = 0
         self._lasting: set[asyncio.Task[None]] = set()
@@ -78,9 +96,8 @@ class RealRun:
         self._rests_s: list[float] = []
 
     async def run(self) -> AsyncGenerator[ChaosEvent, None]:
-        start_s = time.monotonic()
         try:
-            await self._load.learn(self._seed, num_prompts=16)
+            await self._load.learn(self._seed, num_prompts=min(_NUM_PROMPTS, 3 + self._num_wanted // 5))
             yield {"event": "stage", "what": f"{self._load.num_known} prompts with known answers; log of the stack: {self._stack.log_path}"}
             num_rounds = 0
             while self._made.total() < self._num_wanted:
@@ -90,14 +107,18 @@ class RealRun:
                     yield event
                 for what in self._take_violations():
                     again = f"pagewire chaos --real {self._num_wanted} --seed {self._seed}"
-                    yield {"event": "violation", "what": what, "seed": self._seed, "round": num_rounds, "again": again}
+                    yield {"event": "violation", "what": what, "seed": self._seed, "at_s": self._now_s(), "again": again}
         finally:
             for task in self._lasting:
                 task.cancel()
             await asyncio.gather(*self._lasting, return_exceptions=True)
             await self._load.close()
             await self._observer.aclose()
-        yield self._summary(num_rounds, time.monotonic() - start_s)
+        yield self._summary(num_rounds)
+
+    def _take_news(self) -> list[ChaosEvent]:
+        news, self._news = self._news, []
+        return news
 
     def _take_violations(self) -> list[str]:
         found = [*self._violations, *self._load.violations]
@@ -106,7 +127,7 @@ class RealRun:
         self._load.violations.clear()
         return found
 
-    def _summary(self, num_rounds: int, took_s: float) -> ChaosEvent:
+    def _summary(self, num_rounds: int) -> ChaosEvent:
         latencies = sorted(self._load.latencies_s) or [0.0]
         shares = {"p50": 0.5, "p99": 0.99, "max": 1.0}
         return {
@@ -119,10 +140,12 @@ class RealRun:
             "num_right": self._load.num_right,
             "errors": dict(self._load.errors),
             "num_hung_up": self._load.num_hung_up,
+            "num_kv_messages": sum(link.forward.num_messages for link in self._stack.lanes),
+            "kv_mib": sum(link.forward.num_bytes for link in self._stack.lanes) >> 20,
             "latency_s": {name: round(latencies[int(share * (len(latencies) - 1))], 2) for name, share in shares.items()},
             "max_detection_s": round(max(self._detections_s, default=0.0), 2),
             "max_rest_s": round(max(self._rests_s, default=0.0), 2),
-            "took_s": round(took_s, 1),
+            "took_s": self._now_s(),
             "num_violations": self._num_violations,
         }
 
@@ -134,7 +157,8 @@ class RealRun:
         try:
             while self._made.total() < until:
                 await self._make_fault(self._draw_kind())
-                yield {"event": "progress", "num_faults": self._made.total()}
+                for event in self._take_news():
+                    yield event
                 await asyncio.sleep(self._random.expovariate(1 / 0.15))
             if self._lasting:
                 await asyncio.wait(set(self._lasting))
@@ -143,6 +167,8 @@ class RealRun:
                 link.reset()
             self._load.stop()
             await load
+        for event in self._take_news():
+            yield event
         await self._come_to_rest()
         if self._is_gentle and before is not None:
             await self._check_gentle(before, num_errors)
@@ -191,14 +217,14 @@ class RealRun:
         if kind in {fault.value for fault in _STRIKES}:
             await self._strike(kind)
         elif kind == "abort":
-            self._count(kind, self._load.hang_up())
+            self._count(kind, "client", self._load.hang_up())
         elif kind in (Fault.FLIP_BYTE.value, Fault.DROP_BYTE.value):
             link = self._random.choice(self._stack.proxy.links)
-            self._for_a_while(self._wait_for_strike(kind, self._random.choice((link.forward, link.back)), 0.0))
+            self._for_a_while(self._wait_for_strike(kind, link, self._random.choice((link.forward, link.back)), 0.0))
         elif kind == "cut":
             link = self._random.choice(self._stack.proxy.links)
             num_cut = self._stack.proxy.cut(link, abruptly=self._random.random() < 0.5)
-            self._count(kind, num_cut > 0)
+            self._count(kind, self._stack.name_of(link), num_cut > 0)
         elif kind in ("throttle", "delay", "freeze"):
             self._hamper(kind)
         elif kind == "stop":
@@ -206,24 +232,29 @@ class RealRun:
         elif kind == "kill":
             self._kill_worker()
 
-    def _count(self, kind: str, is_made: bool = True) -> None:
-        self._made[kind] += is_made
+    def _count(self, kind: str, where: str, is_made: bool = True) -> None:
+        if is_made:
+            self._made[kind] += 1
+            self._news.append({"event": "fault", "kind": kind, "where": where, "at_s": self._now_s(), "num_faults": self._made.total()})
+
+    def _now_s(self) -> float:
+        return round(time.monotonic() - self._start_s, 2)
 
     async def _strike(self, kind: str) -> None:
-        flow = self._random.choice(self._stack.lanes).forward
+        link = self._random.choice(self._stack.lanes)
         if self._is_gentle:
             # One at a time: what repairs it is not to be struck too, for a chunk that is damaged twice fails its transfer.
-            await self._wait_for_strike(kind, flow, self._random.uniform(0.05, 0.5))
+            await self._wait_for_strike(kind, link, link.forward, self._random.uniform(0.05, 0.5))
             await asyncio.sleep(0.2)
         else:
-            self._for_a_while(self._wait_for_strike(kind, flow, self._random.uniform(0.05, 3.0)))
+            self._for_a_while(self._wait_for_strike(kind, link, link.forward, self._random.uniform(0.05, 3.0)))
 
-    async def _wait_for_strike(self, kind: str, flow: Flow, delay_s: float) -> None:
+    async def _wait_for_strike(self, kind: str, link: Link, flow: Flow, delay_s: float) -> None:
         strike = flow.strike(Fault(kind), delay_s)
         deadline_s = time.monotonic() + _STRIKE_WAIT_S
         while not strike.is_struck and time.monotonic() < deadline_s:
             await asyncio.sleep(0.01)
-        self._count(kind, not flow.withdraw(strike))
+        self._count(kind, self._stack.name_of(link), not flow.withdraw(strike))
 
     def _hamper(self, kind: str) -> None:
         link: Link = self._random.choice(self._stack.lanes if self._is_gentle else self._stack.proxy.links)
@@ -241,7 +272,7 @@ class RealRun:
             await asyncio.sleep(duration_s)
             flow.bytes_per_s, flow.delay_s, flow.is_frozen = None, 0.0, False
 
-        self._count(kind)
+        self._count(kind, f"{self._stack.name_of(link)} for {duration_s:.1f} s")
         self._for_a_while(hamper())
 
     def _stop_worker(self) -> None:
@@ -255,7 +286,7 @@ class RealRun:
             return
         stopped_s = time.monotonic()
         duration_s = self._random.uniform(0.1, 0.5) if is_short else self._random.uniform(2.6, 4.0)
-        self._count("stop")
+        self._count("stop", f"{worker} for {duration_s:.1f} s")
 
         async def go_on() -> None:
             try:
@@ -276,7 +307,7 @@ class RealRun:
             return
         killed_s = time.monotonic()
         self._down.add(worker)
-        self._count("kill")
+        self._count("kill", worker)
 
         async def watch() -> None:
             await self._watch_detection(worker, killed_s, "killed")

@@ -1,4 +1,4 @@
-"""A stack of its own for `pagewire chaos`: `pagewire up` in a process, with a fault proxy in front of decode's KV ports."""
+"""A stack of its own for `pagewire chaos`: `pagewire up` in a process, with a fault proxy in front of every KV port."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from services.chaos.fault_proxy import FaultProxy
+from services.chaos.fault_proxy import FaultProxy, Link
 from services.local.ports import free_port, free_ports
 from shared.config import Settings
 from shared.errors import ConfigurationError
@@ -37,19 +37,18 @@ class StackUnderTest:
         num_ports = 1 + Settings().kv_lanes
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.workers = [f"prefill-{index}" for index in range(num_prefill)] + [f"decode-{index}" for index in range(num_decode)]
-        first, shown = free_ports(num_decode * num_ports), free_ports(num_decode * num_ports)
-        self.proxy = FaultProxy([(shown + index, first + index) for index in range(num_decode * num_ports)], seed=seed)
-        self.control = self.proxy.links[::num_ports]
-        """Of each decode worker; encrypted."""
+        self.workers = [f"decode-{index}" for index in range(num_decode)] + [f"prefill-{index}" for index in range(num_prefill)]
+        """In the order in which they take their ports."""
+        first, shown = free_ports(len(self.workers) * num_ports), free_ports(len(self.workers) * num_ports)
+        self.proxy = FaultProxy([(shown + index, first + index) for index in range(len(self.workers) * num_ports)], seed=seed)
         self.lanes = [link for index, link in enumerate(self.proxy.links) if index % num_ports]
         self.log_path = Path(tempfile.mkdtemp(prefix="pagewire-chaos-")) / "stack.log"
         self._arguments = ["--prefill", str(num_prefill), "--decode", str(num_decode), "--port", str(self.port)]
         self._environ = {
             **{name: value for name, value in os.environ.items() if not name.startswith(("PAGEWIRE_", "REDIS_", "OTEL_"))},
             "PAGEWIRE_KV_TRANSPORT": "tcp",
-            "PAGEWIRE_DECODE_KV_PORT": str(first),
-            "PAGEWIRE_DECODE_KV_ADVERTISE_PORT": str(shown),
+            "PAGEWIRE_KV_PORT": str(first),
+            "PAGEWIRE_KV_ADVERTISE_PORT": str(shown),
             "PAGEWIRE_NUM_BLOCKS": str(_NUM_BLOCKS),
             "PAGEWIRE_NUM_THREADS": "1",
             "PAGEWIRE_REQUEST_TIMEOUT_S": "60",
@@ -105,6 +104,11 @@ class StackUnderTest:
                 self._pids.pop(event["child"], None)
             elif event["event"] == "started":
                 self._pids[event["child"]] = event["pid"]
+
+    def name_of(self, link: Link) -> str:
+        """For reports: which connection to which worker."""
+        worker, index = divmod(self.proxy.links.index(link), len(self.proxy.links) // len(self.workers))
+        return f"{self.workers[worker]} {f'lane {index - 1}' if index else 'control'}"
 
     def log_tail(self, num_lines: int = 20) -> str:
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-num_lines:])

@@ -283,6 +283,7 @@ class DecodeWorker(WorkerLoop):
         """The prompt's KV will not come from prefill. Blocks taken for it hold nothing trustworthy and go back uncached."""
         request = job.request
         self._counters["kv_transfer_failures"] += 1
+        logger.warning("KV transfer of request %s failed (policy: %s): %s", request.request_id, self.settings.kv_failure_policy, reason)
         job.span.add_event("kv.transfer_failed", {"reason": reason, "policy": self.settings.kv_failure_policy})
         with self._lock:
             if job in self._reserve_queue:

@@ -16,6 +16,7 @@ from shared.engine.device_blocks import DeviceBlocks
 from shared.model_files.model_config import ModelConfig
 from shared.transport.connector import BlockMemory
 from shared.transport.host_blocks import HostBlocks
+from shared.transport.protocol.frames import MAX_NOTICE_BYTES
 from shared.transport.protocol.kv_layout import KVLayout
 from shared.transport.wires.shared_segment import SharedSegment
 
@@ -65,7 +66,7 @@ class KVCache:
             return DeviceBlocks(
                 self.tensor,
                 staging_nbytes=settings.kv_staging_mib << 20,
-                max_chunk_nbytes=settings.kv_max_chunk_bytes,
+                max_chunk_nbytes=max(settings.kv_max_chunk_bytes, MAX_NOTICE_BYTES),
                 is_debug=settings.debug,
                 sums_on_gpu=_sums_on_gpu(settings),
             )

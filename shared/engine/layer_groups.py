@@ -9,8 +9,8 @@ import torch
 OnLayers = Callable[[int, int], None]
 """(layer_start, layer_count): the step's KV of these layers is complete in memory, and will not change."""
 
-GPU_NUM_GROUPS = 4
-"""Of an 8B model 512 KiB a block, which still copies at 45 of 55 GB/s. Fewer leave more exposed; eight were better in one run of three
+GPU_NUM_GROUPS = 8
+"""Of an 8B model 256 KiB a block, which still copies at 39 of 55 GB/s. Fewer leave more exposed, where prefill and decode have a GPU each
 (bench/kv_transfer_gpu.py --parts exposed)."""
 
 

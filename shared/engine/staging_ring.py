@@ -56,7 +56,7 @@ class StagingRing:
         """(the slot's first bytes, where they start in the ring). Waits for a slot. Raises TransferError when none comes, or none is
         large enough."""
         if nbytes > self.slot_nbytes:
-            raise TransferError(f"a chunk of {nbytes} bytes does not fit a slot of {self.slot_nbytes}; set kv_max_chunk_bytes lower")
+            raise TransferError(f"a chunk of {nbytes} bytes does not fit a slot of {self.slot_nbytes}")
         try:
             slot = self._free.get(timeout=self._timeout_s)
         except queue.Empty:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shared.transport.protocol.control import ControlMessage
+from shared.transport.protocol.device_memory_offer import DeviceMemoryOffer
 from shared.transport.protocol.frames import DataHeader, KVDtype
 from shared.transport.protocol.region import Region
 from shared.transport.protocol.segment_offer import SegmentOffer
@@ -23,12 +24,42 @@ class StoredBytes:
     segment_offset: int | None = None
     """Where they stand in the memory's segment, if they do."""
     checksum: int | None = None
-    """xxh3_64 of the bytes as they stood in the blocks, where the memory has formed it: then nobody else need to."""
+    """The chunk's (see frames.chunk_checksum), of the bytes as they stood in the blocks, where the memory has formed it: then nobody else
+    need to."""
 
 
 Landed = memoryview | int | None
 """What a memory says of bytes that it was given: they themselves as they are in the blocks now, where they can be looked at without a copy;
-or their xxh3_64, formed there; or nothing."""
+or the chunk's checksum, formed there; or nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocatedBytes:
+    """Bytes where they stand: a place in GPU memory for each region, and the checksum of the chunk that they make up."""
+
+    offsets: tuple[int, ...]
+    checksum: int
+
+
+class GpuMemory(Protocol):
+    """Blocks in a GPU's memory, for copies from GPU to GPU. Regions are whole layers of blocks."""
+
+    @property
+    def offer(self) -> DeviceMemoryOffer: ...
+
+    def open(self, offer: DeviceMemoryOffer) -> tuple[object, float]:
+        """Another worker's, to be given to write_from, and how many bytes a second a copy out of it makes. Raises TransferError where it
+        cannot be reached from here. Closed when nobody refers to it."""
+        ...
+
+    def locate(self, regions: Sequence[Region]) -> LocatedBytes:
+        """The bytes are not touched."""
+        ...
+
+    def write_from(self, peer: object, offsets: Sequence[int], regions: Sequence[Region]) -> int:
+        """Copy the bytes of region i from offsets[i] of `peer`; the checksum of what landed. Raises TransferError when they are not within
+        it."""
+        ...
 
 
 class BlockMemory(Protocol):
@@ -38,6 +69,11 @@ class BlockMemory(Protocol):
     """Blocks are put together into chunks of up to this size; 0: each goes by itself."""
     max_chunks_held: int
     """What was read may be referenced for this many chunks at a time, or `read` waits; 0: for any number."""
+
+    @property
+    def gpu(self) -> GpuMemory | None:
+        """The same blocks, if they are in a GPU's memory that others of the host can open."""
+        ...
 
     @property
     def segment(self) -> SegmentOffer | None:
@@ -115,8 +151,10 @@ class DataMessage:
     header: DataHeader
     regions: tuple[Region, ...] = ()
     codec: WireCodec | None = None
-    by_notice: bool = False
-    """Where the memory can be read by the receiver, tell it where; send no bytes."""
+    transport: TransportName = "tcp"
+    """shm, cuda: where the receiver can reach the bytes by itself, it is told where they are instead of sent them."""
+    unit_tokens: int = 0
+    """Of a whole unit: fewer are not in one piece."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from shared.transport.protocol.segment_offer import SegmentOffer
 class HostBlocks:
     """BlockMemory over `memory`, block after block; `segment`: where other processes of this host find the same bytes."""
 
+    gpu = None
     preferred_chunk_bytes = 0
     """Blocks go one by one: put together they would have to be copied first."""
     max_chunks_held = 0

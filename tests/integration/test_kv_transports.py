@@ -137,7 +137,7 @@ def test_memory_that_changes_while_it_is_read_is_noticed_and_never_committed() -
 
     def spoil(header: DataHeader, payload: memoryview) -> memoryview:
         nonlocal changed
-        if Flags.SHARED_MEMORY in header.flags and header.block_index == 5 and not changed:
+        if Flags.SHARED_MEMORY in header.flags and (header.block_index, header.layer_start) == (5, 0) and not changed:
             changed = True
             pair.source.block(5)[0] ^= 1
         return payload
@@ -168,7 +168,7 @@ def test_a_notice_of_memory_outside_the_segment_fails_the_transfer(offset: int) 
 def test_a_notice_without_a_segment_fails_the_transfer() -> None:
     class Liar(KVSender):
         def send_data(self, peer: str, lane: int, message: DataMessage) -> None:
-            super().send_data(peer, lane, replace(message, by_notice=True))
+            super().send_data(peer, lane, replace(message, transport="shm"))
 
     with running("tcp") as pair:
         pair.sender.close()

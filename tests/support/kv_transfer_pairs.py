@@ -108,10 +108,13 @@ class MemoryPair:
         receiver_layout: KVLayout = LAYOUT,
         settings: Settings = SETTINGS,
         receiver_incarnation: int = 22,
+        source: BytesMemory | None = None,
+        target: BytesMemory | None = None,
     ) -> None:
         self.clock = ManualClock()
         self.network = SimulatedNetwork(seed, plan or FaultPlan(), self.clock)
-        self.source, self.target = random_memory(num_blocks, seed), BytesMemory(num_blocks, receiver_layout)
+        self.source = source or random_memory(num_blocks, seed)
+        self.target = target or BytesMemory(num_blocks, receiver_layout)
         self.sender_log, self.receiver_log = SenderLog(), ReceiverLog()
         self.peer = KVPeer(worker_id="decode-0", ctrl_endpoint="decode-0", incarnation=22)
         self.sender = SenderState(

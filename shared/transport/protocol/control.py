@@ -13,6 +13,7 @@ from typing import Annotated, Literal, TypedDict
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from shared.errors import ProtocolError
+from shared.transport.protocol.device_memory_offer import DeviceMemoryOffer
 from shared.transport.protocol.frames import ChecksumCode
 from shared.transport.protocol.kv_layout import KVLayout
 from shared.transport.protocol.limits import MAX_CONTROL_BYTES
@@ -61,11 +62,12 @@ class Hello(ControlMessage):
     num_lanes: Annotated[int, Field(ge=1, le=16)]
     max_chunk_bytes: U32
     checksums: tuple[int, ...] = (ChecksumCode.XXH3_64.value,)
-    transports: tuple[TransportName, ...] = Field(("tcp",), min_length=1, max_length=3)
+    transports: tuple[TransportName, ...] = Field(("tcp",), min_length=1, max_length=4)
     """What the prefill worker can use, the best first."""
     network: str = Field("", max_length=64)
     """See transport_name.network_identity."""
     segment: SegmentOffer | None = None
+    device_memory: DeviceMemoryOffer | None = None
     wire_dtype: WireDtypeName = "auto"
 
 

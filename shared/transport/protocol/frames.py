@@ -6,13 +6,15 @@ it has been put on the wire, so that what is missing then is lost, not late. FEN
 far, nack_seq = number of the last NACK acted upon, block_count = number of lanes this round goes over.
 
 A PROBE belongs to no transfer: its bytes are timed and dropped. A CHUNK with the flag SHARED_MEMORY is a notice: its payload frame is
-empty, and its bytes stand in the sender's segment, from `segment_offset` on.
+empty, and its bytes stand in the sender's segment, from `segment_offset` on. With the flag DEVICE_MEMORY the payload frame says where the
+bytes of each unit stand in the sender's GPU memory: an offset of eight bytes, little-endian, for each.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum, IntFlag
 from operator import attrgetter
@@ -24,6 +26,11 @@ from shared.errors import ProtocolError
 MAGIC = b"KVX1"
 VERSION = 2
 HEADER_NBYTES = 192
+MAX_NOTICE_BYTES = 16 << 20
+"""A chunk that stands in shared memory may be larger than one that is a message: only its notice travels."""
+MAX_UNITS_PER_CHUNK = 1024
+MAX_DEVICE_NOTICE_BYTES = 64 << 20
+"""As above, in the memory of the sender's GPU."""
 _CRC_OFFSET = HEADER_NBYTES - 4
 _RESERVED = bytes(36)
 _STRUCT = struct.Struct("<4sHHBB16sHQQQIIIIQBQQHHIHHBBBBHHHHHQ16s8sB36sI")
@@ -41,6 +48,7 @@ class Flags(IntFlag):
     LAST = 1
     RETRY = 2
     SHARED_MEMORY = 4
+    DEVICE_MEMORY = 8
 
 
 class KVDtype(IntEnum):
@@ -79,11 +87,26 @@ class KVPart(IntEnum):
 class ChecksumCode(IntEnum):
     NONE = 0
     XXH3_64 = 1
+    """See chunk_checksum."""
 
 
 def checksum(payload: bytes | memoryview) -> int:
-    """xxh3_64 of a payload."""
+    """xxh3_64."""
     return xxhash.xxh3_64_intdigest(payload)
+
+
+def chunk_checksum(payload: bytes | memoryview, num_parts: int) -> int:
+    """Of a chunk of `num_parts` units: the xxh3_64 of one, or of the xxh3_64s of several (eight bytes each, little-endian), their bytes
+    being equal parts of the payload. That of all bytes in a row would be one long chain, which a GPU computes slowly."""
+    if num_parts == 1:
+        return checksum(payload)
+    part_nbytes = len(payload) // num_parts
+    return join_checksums([checksum(payload[index * part_nbytes : (index + 1) * part_nbytes]) for index in range(num_parts)])
+
+
+def join_checksums(checksums: Sequence[int]) -> int:
+    """That of a chunk from those of its units."""
+    return checksums[0] if len(checksums) == 1 else checksum(struct.pack(f"<{len(checksums)}Q", *checksums))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +152,13 @@ class DataHeader:
     trace_flags: int = 0
 
     @property
+    def frame_nbytes(self) -> int:
+        """Of the payload frame."""
+        if Flags.DEVICE_MEMORY in self.flags:
+            return 8 * self.block_count
+        return 0 if Flags.SHARED_MEMORY in self.flags else self.payload_nbytes
+
+    @property
     def shape_nbytes(self) -> int:
         """Bytes that the shape fields describe."""
         parts = self.layer_count * self.block_count * self.kv_part.count
@@ -157,7 +187,7 @@ class DataHeader:
                 named[field] = kind(named[field])
             except ValueError:
                 raise ProtocolError(f"data header: {field} {named[field]} is not of KVX/1; the peer speaks another version") from None
-        if named["flags"] & ~0x07:
+        if named["flags"] & ~0x0F:
             raise ProtocolError(f"data header: flags {named['flags']:#x} are not of KVX/1; the peer speaks another version")
         named["flags"] = Flags(named["flags"])
         header = cls(**named)
@@ -168,12 +198,14 @@ class DataHeader:
         """Raises ProtocolError when sizes contradict each other."""
         if self.payload_nbytes != self.shape_nbytes:
             raise ProtocolError(f"data header: payload of {self.payload_nbytes} bytes, but its shape needs {self.shape_nbytes}")
-        if self.payload_nbytes > max_chunk_bytes:
-            raise ProtocolError(f"data header: payload of {self.payload_nbytes} bytes is over the agreed {max_chunk_bytes}")
+        is_shared, is_on_device = Flags.SHARED_MEMORY in self.flags, Flags.DEVICE_MEMORY in self.flags
+        limit = max(max_chunk_bytes, MAX_NOTICE_BYTES if is_shared else MAX_DEVICE_NOTICE_BYTES if is_on_device else 0)
+        if self.payload_nbytes > limit:
+            raise ProtocolError(f"data header: payload of {self.payload_nbytes} bytes is over the agreed {limit}")
         if (self.payload_nbytes == 0) != (self.msg_type is MessageType.FENCE):
             raise ProtocolError("data header: a chunk has a payload and a fence has none")
-        if Flags.SHARED_MEMORY in self.flags and self.msg_type is not MessageType.CHUNK:
-            raise ProtocolError("data header: only a chunk can stand in shared memory")
+        if (is_shared or is_on_device) and (self.msg_type is not MessageType.CHUNK or (is_shared and is_on_device)):
+            raise ProtocolError("data header: only a chunk can stand in the sender's memory, and in one kind of it")
 
 
 _FIELD_NAMES = tuple(field.name for field in fields(DataHeader))

@@ -7,10 +7,11 @@ import os
 from pathlib import Path
 from typing import Literal
 
-TransportName = Literal["shm", "ipc", "tcp"]
-"""shm: the receiver copies out of the sender's memory, ZeroMQ carries notices. ipc: ZeroMQ over Unix sockets. tcp: ZeroMQ over TCP."""
+TransportName = Literal["cuda", "shm", "ipc", "tcp"]
+"""cuda: the receiver copies out of the memory of the sender's GPU, shm: out of its host memory; ZeroMQ carries notices. ipc: ZeroMQ over
+Unix sockets. tcp: ZeroMQ over TCP."""
 
-BY_SPEED: tuple[TransportName, ...] = ("shm", "ipc", "tcp")
+BY_SPEED: tuple[TransportName, ...] = ("cuda", "shm", "ipc", "tcp")
 
 
 def allowed(setting: str) -> tuple[TransportName, ...]:

@@ -70,6 +70,12 @@ class WirePlan:
             raise IncompatibleError("tp_rank", (dst.tp_rank, dst.tp_size), (src.tp_rank, src.tp_size))
         return cls(src, dst, codec, unit_tokens, start, count)
 
+    @property
+    def is_whole(self) -> bool:
+        """Blocks go as they are: of one size, with all heads, in one format."""
+        src, dst = self.src, self.dst
+        return (src.block_size, src.heads, src.dtype) == (dst.block_size, dst.heads, dst.dtype) and self.codec.wire is src.dtype
+
     def layer_nbytes(self, num_tokens: int) -> int:
         """On the wire: one layer, K and V, of a unit of `num_tokens` tokens."""
         values = self.head_count * num_tokens * self.src.head_dim

@@ -99,6 +99,8 @@ class Stream:
     granted_s: float
     missing: frozenset[int]
     """Units."""
+    device: object = None
+    """The sender's GPU memory, if it was opened."""
     first_chunk_s: float | None = None
     last_chunk_s: float | None = None
     num_bytes: int = 0

@@ -15,6 +15,7 @@ from shared.config import Settings
 from shared.errors import PagewireError, TransferError
 from shared.transport.connector import BlockMemory, ReceiverWire
 from shared.transport.protocol import control
+from shared.transport.protocol.device_memory_offer import DeviceMemoryOffer
 from shared.transport.protocol.frames import ChecksumCode, DataHeader, Flags
 from shared.transport.protocol.kv_layout import KVLayout
 from shared.transport.protocol.limits import CONTROL_BURST, CONTROL_RATE_PER_S, MAX_PEERS
@@ -47,11 +48,18 @@ class Peer:
     last_heard_s: float
     offer: SegmentOffer | None = None
     segment: SegmentReader | None = None
+    device_offer: DeviceMemoryOffer | None = None
+    device: object = None
+    """Its GPU memory, opened."""
     probes: dict[int, Probe] = field(default_factory=dict)
     """By lane."""
     num_allowed: float = CONTROL_BURST
     """Control messages it may still send now; refilled with time."""
     refilled_s: float = 0.0
+
+    def is_that_of(self, hello: control.Hello, plan: WirePlan) -> bool:
+        theirs = hello.src_incarnation, hello.segment, hello.device_memory
+        return (self.incarnation, self.offer, self.device_offer) == theirs and self.plan == plan
 
     def may_speak(self, now: float) -> bool:
         self.num_allowed = min(CONTROL_BURST, self.num_allowed + (now - self.refilled_s) * CONTROL_RATE_PER_S)
@@ -145,7 +153,7 @@ class PeerTable:
             self.refuse(key, hello, error.message, "max_chunk_bytes")
             return
         num_allowed = CONTROL_BURST if known is None else known.num_allowed  # another HELLO buys no more
-        if known is None or (known.incarnation, known.offer, known.plan) != (hello.src_incarnation, hello.segment, plan):
+        if known is None or not known.is_that_of(hello, plan):
             if known is not None and known.incarnation != hello.src_incarnation:
                 lose("the prefill worker restarted")
             known = self._choose_transport(hello, plan)
@@ -192,9 +200,20 @@ class PeerTable:
         """The peer with the best transport that both ends allow and that works; None: there is none."""
         now = self._clock.now_s()
         for name in allowed(self._settings.kv_transport):
-            peer = Peer(hello.worker_id, hello.src_incarnation, plan, 0, name, now, hello.segment, refilled_s=now)
+            peer = Peer(
+                hello.worker_id, hello.src_incarnation, plan, 0, name, now, hello.segment, device_offer=hello.device_memory, refilled_s=now
+            )
             if name not in hello.transports or (name == "ipc" and not self._is_near(hello)):
                 continue
+            if name == "cuda":
+                if hello.device_memory is None or self._memory.gpu is None or not plan.is_whole:
+                    continue
+                try:
+                    peer.device, bytes_per_s = self._memory.gpu.open(hello.device_memory)
+                except TransferError as error:
+                    logger.info("no copies from GPU to GPU with %s: %s", hello.worker_id, error.message)
+                    continue
+                self._report(peer, bytes_per_s)
             if name == "shm":
                 try:
                     if hello.segment is None:

@@ -10,6 +10,7 @@ A transfer from a tensor-parallel prefill worker has a stream from each of its r
 from __future__ import annotations
 
 import logging
+import struct
 import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from shared.errors import PagewireError, ProtocolError, TransferError
 from shared.ids import new_grant_id
 from shared.transport.connector import BlockMemory, CommitInfo, ReceiverEvents, ReceiverWire
 from shared.transport.protocol import control
-from shared.transport.protocol.frames import ChecksumCode, DataHeader, Flags, MessageType, checksum
+from shared.transport.protocol.frames import ChecksumCode, DataHeader, Flags, MessageType, checksum, chunk_checksum
 from shared.transport.protocol.kv_layout import KVLayout
 from shared.transport.protocol.limits import (
     LATE_TICK_S,
@@ -446,6 +447,7 @@ class ReceiverState:
                 hash_set_digest=checksum(hashes),
                 granted_s=now,
                 missing=plan.missing_units(incoming.missing, incoming.num_prompt_tokens),
+                device=self._peers[key].device,
             )
             incoming.streams[rank] = stream
             num_held = plan.num_units(incoming.num_prompt_tokens) - len(stream.missing)
@@ -523,14 +525,17 @@ class ReceiverState:
         if (*ours, stream.hash_set_digest) != (*theirs, header.hash_set_digest):
             self._counters["stale_frames"] += 1
             return None
-        expected_nbytes = 0 if Flags.SHARED_MEMORY in header.flags else header.payload_nbytes
-        if payload.nbytes != expected_nbytes:
+        if payload.nbytes != header.frame_nbytes:
             self._counters["bad_headers"] += 1
             return None
         return stream
 
     def _source(self, stream: Stream, header: DataHeader, payload: memoryview) -> memoryview | None:
         """Where a chunk's bytes are: in the message, or in the sender's segment. None: nowhere."""
+        if Flags.DEVICE_MEMORY in header.flags and stream.device is None:
+            self._counters["bad_headers"] += 1
+            self._fail(stream.incoming, "the sender has shown no GPU memory")
+            return None
         if Flags.SHARED_MEMORY not in header.flags:
             return payload
         peer = self._peers.get(stream.peer, stream.src_incarnation)
@@ -564,9 +569,13 @@ class ReceiverState:
         """Without the lock: into the blocks, if it is what was sent."""
         plan = stream.plan
         regions = plan.target_regions(header, stream.incoming.block_ids)
+        if Flags.DEVICE_MEMORY in header.flags:
+            assert self._memory.gpu is not None
+            offsets = struct.unpack(f"<{header.block_count}Q", source)
+            return self._memory.gpu.write_from(stream.device, offsets, regions) == header.checksum
         num_groups = 2 * header.layer_count * header.block_count
         if Flags.SHARED_MEMORY not in header.flags:
-            if checksum(source) != header.checksum:
+            if chunk_checksum(source, header.block_count) != header.checksum:
                 return False
             self._memory.write(regions, plan.codec.decode(source, num_groups))
             return True
@@ -575,7 +584,7 @@ class ReceiverState:
         landed = self._memory.write(regions, decoded)
         if landed is None or decoded is not source:
             landed = source
-        return (landed if isinstance(landed, int) else checksum(landed)) == header.checksum
+        return (landed if isinstance(landed, int) else chunk_checksum(landed, header.block_count)) == header.checksum
 
     def _settle(self, stream: Stream, header: DataHeader, is_sound: bool, fault: str) -> None:
         now = self._clock.now_s()

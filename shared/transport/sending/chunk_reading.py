@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import replace
 
-from shared.transport.connector import BlockMemory, ChunkRead, DataMessage
-from shared.transport.protocol.frames import ChecksumCode, DataHeader, Flags, MessageType, checksum
+from shared.transport.connector import BlockMemory, ChunkRead, DataMessage, StoredBytes
+from shared.transport.protocol.frames import ChecksumCode, DataHeader, Flags, MessageType, chunk_checksum
 
 
 def read_message(memory: BlockMemory, message: DataMessage) -> tuple[DataHeader, memoryview, ChunkRead]:
@@ -13,12 +14,19 @@ def read_message(memory: BlockMemory, message: DataMessage) -> tuple[DataHeader,
     header = message.header
     if message.codec is None:
         return header, memoryview(b""), ChunkRead(header)
+    if message.transport == "cuda" and memory.gpu is not None and header.block_tokens == message.unit_tokens:
+        located = memory.gpu.locate(message.regions)
+        if header.checksum_algo is ChecksumCode.NONE:
+            header = replace(header, checksum_algo=ChecksumCode.XXH3_64, checksum=located.checksum)
+        header = replace(header, flags=header.flags | Flags.DEVICE_MEMORY)
+        places = memoryview(struct.pack(f"<{len(located.offsets)}Q", *located.offsets))
+        return header, places, ChunkRead(header, StoredBytes(places))
     stored = memory.read(message.regions)
     payload = message.codec.encode(stored.view, 2 * header.layer_count * header.block_count)
     if header.checksum_algo is ChecksumCode.NONE and header.msg_type is MessageType.CHUNK:
-        digest = stored.checksum if stored.checksum is not None and payload is stored.view else checksum(payload)
+        digest = stored.checksum if stored.checksum is not None and payload is stored.view else chunk_checksum(payload, header.block_count)
         header = replace(header, checksum_algo=ChecksumCode.XXH3_64, checksum=digest)
-    if message.by_notice and stored.segment_offset is not None and payload is stored.view:
+    if message.transport == "shm" and stored.segment_offset is not None and payload is stored.view:
         header = replace(header, flags=header.flags | Flags.SHARED_MEMORY, segment_offset=stored.segment_offset)
         return header, memoryview(b""), ChunkRead(header, stored)
     return header, payload, ChunkRead(header, stored)

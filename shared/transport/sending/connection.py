@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from shared.transport.connector import BlockMemory
+from shared.transport.protocol.frames import MAX_DEVICE_NOTICE_BYTES, MAX_NOTICE_BYTES
 from shared.transport.protocol.limits import LANE_GRACE_S, LANES_TIMEOUT_S
 from shared.transport.protocol.transport_name import TransportName
 from shared.transport.protocol.wire_plan import WirePlan
@@ -45,6 +47,12 @@ class Connection:
     def agreed(self) -> WirePlan:
         assert self.plan is not None, "nothing is sent before HELLO was answered"
         return self.plan
+
+    def preferred_chunk_bytes(self, memory: BlockMemory) -> int:
+        """Up to which size blocks are put together."""
+        if self.transport == "cuda":
+            return MAX_DEVICE_NOTICE_BYTES
+        return min(memory.preferred_chunk_bytes, max(self.max_chunk_bytes, MAX_NOTICE_BYTES if self.transport == "shm" else 0))
 
     @property
     def num_in_flight(self) -> int:

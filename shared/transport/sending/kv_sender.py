@@ -306,6 +306,9 @@ class KVSender:
             except ProtocolError as error:
                 logger.debug("KV control message refused: %s", error)
                 continue
+            # What a lane reported before it sent comes before the answer to what it sent: a chunk that is asked for again must have the
+            # checksum of its first reading.
+            self._run_commands()
             self._state.on_control(peer, message)
         if peer in self._links:
             self._flush(link)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from shared.clock import Clock
 from shared.config import Settings
-from shared.errors import PagewireError, ProtocolError
+from shared.errors import ConfigurationError, PagewireError, ProtocolError
 from shared.messages import KVPeer
 from shared.transport.connector import BlockMemory, ChunkRead, DataMessage, SenderEvents, SenderWire, StoredBytes
 from shared.transport.protocol import control
@@ -94,6 +94,9 @@ class SenderState:
         self._worker_id = worker_id
         self._wire = wire
         self._network = network
+        self._transports = tuple(name for name in allowed(settings.kv_transport) if name != "cuda" or memory.gpu is not None)
+        if not self._transports:
+            raise ConfigurationError("kv_transport 'cuda': the KV cache is not in a GPU's memory here; leave it at 'auto'")
         self._last_tick_s = 0.0
         self._is_closed = False
         self._connections: dict[str, Connection] = {}
@@ -372,9 +375,10 @@ class SenderState:
                 layout=self._layout,
                 num_lanes=self._settings.kv_lanes,
                 max_chunk_bytes=self._settings.kv_max_chunk_bytes,
-                transports=allowed(self._settings.kv_transport),
+                transports=self._transports,
                 network=self._network,
                 segment=self._memory.segment,
+                device_memory=self._memory.gpu.offer if self._memory.gpu is not None else None,
                 wire_dtype=self._settings.kv_wire_dtype,
             ),
         )
@@ -420,7 +424,7 @@ class SenderState:
         connection.plan = plan
         connection.transport = message.transport
         connection.lanes, connection.lane_endpoints = [Lane() for _ in endpoints], endpoints
-        is_probed = connection.transport != "shm"
+        is_probed = connection.transport in ("ipc", "tcp")
         self._wire.open_lanes(connection.key, endpoints, probes if is_probed else [], message.are_lanes_encrypted)
         for transfer in self._transfers_to(connection.key):
             self._send_offer(transfer)
@@ -510,10 +514,12 @@ class SenderState:
     def _is_full(self, connection: Connection) -> bool:
         """A peer has at most as many chunks on the way as the memory could still hold besides: so slow ones leave room for the others,
         and a lane never waits for it in `read`."""
-        num_in_flight, num_held = connection.num_in_flight, self._memory.max_chunks_held
-        if num_held and num_in_flight >= num_held - sum(other.num_in_flight for other in self._connections.values()):
-            return True
-        return num_in_flight >= MAX_CHUNKS_PER_PEER
+        max_held = self._memory.max_chunks_held if connection.transport != "cuda" else 0
+        if max_held:
+            num_held = sum(other.num_in_flight for other in self._connections.values() if other.transport != "cuda")
+            if connection.num_in_flight >= max_held - num_held:
+                return True
+        return connection.num_in_flight >= MAX_CHUNKS_PER_PEER
 
     def _pump_others(self, than: SenderTransfer) -> None:
         """Those to the same peer that waited for its lanes to have room."""
@@ -526,7 +532,7 @@ class SenderState:
         if transfer.phase not in (Phase.GRANTED, Phase.COMMIT_SENT):
             return
         connection = self._connections[transfer.peer]
-        preferred = min(self._memory.preferred_chunk_bytes, connection.max_chunk_bytes)
+        preferred = connection.preferred_chunk_bytes(self._memory)
         try:
             while len(transfer.in_flight) < transfer.credits and not self._is_full(connection):
                 if transfer.resend:
@@ -567,8 +573,9 @@ class SenderState:
         chunk.num_reading += 1
         transfer.num_reading += 1
         self._counters["chunks_sent"] += 1
-        by_notice = connection.transport == "shm"
-        self._wire.send_data(transfer.peer, chunk.lane, DataMessage(chunk.header, chunk.regions, connection.agreed.codec, by_notice))
+        plan = connection.agreed
+        message = DataMessage(chunk.header, chunk.regions, plan.codec, connection.transport, plan.unit_tokens)
+        self._wire.send_data(transfer.peer, chunk.lane, message)
 
     def _send_fence(self, transfer: SenderTransfer) -> None:
         connection = self._connections[transfer.peer]

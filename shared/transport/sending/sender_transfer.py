@@ -9,9 +9,11 @@ from enum import Enum, auto
 
 from shared.transport.connector import StoredBytes
 from shared.transport.protocol.control import Commit
-from shared.transport.protocol.frames import DataHeader
+from shared.transport.protocol.frames import MAX_UNITS_PER_CHUNK, DataHeader
 from shared.transport.protocol.region import Region
 from shared.transport.protocol.wire_plan import WirePlan
+
+_MAX_SKIPPED = 256
 
 
 class Phase(Enum):
@@ -127,10 +129,13 @@ class SenderTransfer:
         unit_nbytes = plan.layer_nbytes(chunk.num_tokens) * chunk.layer_count
         regions = list(chunk.regions)
         skipped: list[Chunk] = []
-        while (len(regions) + 1) * unit_nbytes <= preferred_chunk_bytes and self.cut_next(plan, max_chunk_bytes):
+        max_units = min(MAX_UNITS_PER_CHUNK, preferred_chunk_bytes // unit_nbytes)
+        while len(regions) < max_units and self.cut_next(plan, max_chunk_bytes):
             other = self.pending[0]
-            if (other.layer_start, other.layer_count) != (chunk.layer_start, chunk.layer_count) and len(skipped) < plan.src.num_layers:
-                skipped.append(self.pending.popleft())  # another layer range of the same unit
+            if (other.layer_start, other.layer_count) != (chunk.layer_start, chunk.layer_count):
+                if len(skipped) >= _MAX_SKIPPED:
+                    break
+                skipped.append(self.pending.popleft())  # another layer range of the same units: the next chunk
                 continue
             if (other.unit_start, other.num_tokens) != (chunk.unit_start + len(regions), chunk.num_tokens):
                 break

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-import xxhash
 
 from kernels import device_memory
 from shared.engine.device_blocks import DeviceBlocks
@@ -18,6 +17,7 @@ from shared.engine.peer_device_memory import PeerDeviceMemory, offer_of
 from shared.engine.staging_ring import POISON
 from shared.errors import TransferError
 from shared.transport.protocol.device_memory_offer import DeviceMemoryOffer
+from shared.transport.protocol.frames import checksum, chunk_checksum
 from shared.transport.protocol.region import Region
 from shared.transport.wires.shared_segment import SegmentReader, SharedSegment
 
@@ -67,10 +67,10 @@ def test_regions_of_every_form_are_read_and_written_as_they_are(shape: tuple[int
         stored = reader.read(regions)
         assert bytes(stored.view) == expected_bytes(source, regions)
         if stored.checksum is not None:
-            assert stored.checksum == xxhash.xxh3_64_intdigest(stored.view)
+            assert stored.checksum == chunk_checksum(stored.view, len(regions))
         landed = writer.write(others, stored.view)
         assert expected_bytes(target, others) == bytes(stored.view)
-        assert landed in (None, xxhash.xxh3_64_intdigest(stored.view))
+        assert landed in (None, chunk_checksum(stored.view, len(regions)))
     untouched = [block for block in range(24) if block not in (3, 20, 0)]
     assert not bool(target[untouched].any())
 
@@ -79,7 +79,7 @@ def test_whole_blocks_and_groups_of_layers_get_their_checksum_from_the_gpu() -> 
     blocks = blocks_of(cache_of(LARGE))
     for regions in ([Region(3, 0, 8, 0, 8, 0, 16)], [Region(i, 2, 4, 0, 8, 0, 16) for i in (7, 1, 9, 4)]):
         stored = blocks.read(regions)
-        assert stored.checksum == xxhash.xxh3_64_intdigest(stored.view)
+        assert stored.checksum == chunk_checksum(stored.view, len(regions))
 
 
 def test_regions_of_mixed_form_go_together() -> None:
@@ -136,7 +136,7 @@ def test_host_kv_of_a_cpu_worker_lands_in_a_gpu() -> None:
     writer.adopt(theirs.read(0, theirs.size_bytes))
     for number in range(8):
         data = theirs.read(number << 19, 1 << 19)
-        assert writer.write([Region(23 - number, 0, 8, 0, 8, 0, 16)], data) == xxhash.xxh3_64_intdigest(data)
+        assert writer.write([Region(23 - number, 0, 8, 0, 8, 0, 16)], data) == checksum(data)
         assert expected_bytes(target, [Region(23 - number, 0, 8, 0, 8, 0, 16)]) == bytes(data)
 
 
@@ -145,11 +145,10 @@ def test_what_lands_is_what_is_summed_not_what_was_sent() -> None:
     blocks = blocks_of(cache)
     data = bytes(np.random.default_rng(1).integers(0, 256, 1 << 19, dtype=np.uint8))
     regions = [Region(0, 0, 8, 0, 8, 0, 16)]
-    assert blocks.write(regions, memoryview(data)) == xxhash.xxh3_64_intdigest(data)
-    joined = xxhash.xxh3_64_intdigest(xxhash.xxh3_64_intdigest(data).to_bytes(8, "little"))
-    assert blocks.locate(regions).checksum == joined
+    assert blocks.write(regions, memoryview(data)) == checksum(data)
+    assert blocks.locate(regions).checksum == checksum(data)
     cache[0, 3, 1, 2, 5, 7] += 1
-    assert blocks.locate(regions).checksum != joined
+    assert blocks.locate(regions).checksum != checksum(data)
 
 
 def test_bad_regions_sizes_and_offers_are_refused_and_take_nothing() -> None:
@@ -161,7 +160,7 @@ def test_bad_regions_sizes_and_offers_are_refused_and_take_nothing() -> None:
         blocks.write([Region(0, 3, 2, 0, 4, 0, 16)], memoryview(bytes(2 * 2 * 4 * 16 * 64 * 2)))
     with pytest.raises(ValueError, match="bytes for regions"):
         blocks.write([Region(0, 0, 4, 0, 4, 0, 16)], memoryview(bytes(10)))
-    with pytest.raises(TransferError, match="kv_max_chunk_bytes"):
+    with pytest.raises(TransferError, match="does not fit a slot"):
         blocks.read([Region(0, 0, 4, 0, 4, 0, 16)] * 65)
     with pytest.raises(TransferError, match="reached"):
         PeerDeviceMemory(DeviceMemoryOffer(handle="00" * 64, offset=0, size_bytes=1), torch.device("cuda", 0))
@@ -179,7 +178,7 @@ def test_many_lanes_at_once_mix_up_nothing() -> None:
         regions = [Region(number % 24, 0, 8, 0, 8, 0, 16)]
         stored = reader.read(regions)
         with lock:
-            is_own = stored.checksum == xxhash.xxh3_64_intdigest(stored.view)
+            is_own = stored.checksum == checksum(stored.view)
         if not is_own or writer.write(regions, stored.view) != stored.checksum:
             failures.append(number)
 

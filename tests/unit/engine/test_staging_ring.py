@@ -57,7 +57,7 @@ def test_whoever_finds_none_waits_for_the_next_and_gives_up_in_the_end() -> None
 
 
 def test_a_chunk_larger_than_a_slot_is_refused() -> None:
-    with pytest.raises(TransferError, match="kv_max_chunk_bytes"):
+    with pytest.raises(TransferError, match="does not fit a slot"):
         StagingRing(1, 64).take(65)
 
 

@@ -120,3 +120,21 @@ def test_transfers_that_waited_for_room_at_a_peer_go_on_when_others_leave():
         pair.sender.commit(transfer_id, b"", 0)
     pair.network.run(20.0)
     assert list(pair.receiver_log.ended.values()) == [[None]] * 10
+
+
+def test_blocks_of_several_layer_ranges_are_put_together_range_by_range():
+    """More blocks at once than are looked at ahead."""
+    num_blocks = 600
+    pair = MemoryPair(num_blocks=num_blocks, settings=SETTINGS.model_copy(update={"kv_credits": 64}))
+    pair.source.preferred_chunk_bytes = SETTINGS.kv_max_chunk_bytes
+    sent = _chunks(pair)
+    num_tokens = num_blocks * LAYOUT.block_size
+    pair.offer(num_tokens)
+    pair.receiver.expect(TRANSFER, 0, range(num_blocks), range(num_blocks), num_tokens, 60.0)
+    pair.network.run(0.5)
+    pair.sender.send_blocks(TRANSFER, [(index, index) for index in range(num_blocks)])
+    pair.sender.commit(TRANSFER, b"", 0)
+    pair.run()
+    assert pair.receiver_log.ended == {TRANSFER: [None]}
+    assert all(pair.source.block(index) == pair.target.block(index) for index in range(num_blocks))
+    assert {(header.layer_start, header.layer_count, header.block_count) for header in sent} == {(0, 4, 1), (4, 2, 2)}
