@@ -28,7 +28,14 @@ class PrefillJob:
     compute_ms: float = 0.0
     num_chunks: int = 0
     num_sent_blocks: int = 0
+    kept_block_ids: list[int] = field(default_factory=list)
+    """Those that belong to the transfer too, until it has ended, by index."""
     first_sent_ns: int = 0
+
+    @property
+    def transfer_name(self) -> str:
+        """By which the block manager knows the transfer."""
+        return f"transfer {self.transfer_id}"
 
     @property
     def traceparent(self) -> str:

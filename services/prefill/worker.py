@@ -216,8 +216,10 @@ class PrefillWorker(WorkerLoop):
         if num_blocks <= job.num_sent_blocks:
             return
         job.first_sent_ns = job.first_sent_ns or time.time_ns()
-        block_ids = self.engine.manager.block_ids(job.request.request_id)
-        blocks = [(index, block_ids[index]) for index in range(job.num_sent_blocks, num_blocks)]
+        # They leave before they are published, which may exchange the request's block for an equal one: what lanes read must stay.
+        kept = job.kept_block_ids
+        kept += self.engine.manager.keep(job.transfer_name, job.request.request_id, len(kept), num_blocks)
+        blocks = list(enumerate(kept[job.num_sent_blocks : num_blocks], start=job.num_sent_blocks))
         is_whole = layers is None or layers == (0, self.layout.num_layers)
         self._sender.send_blocks(job.transfer_id, blocks, layers=None if is_whole else layers)
         if layers is None or sum(layers) == self.layout.num_layers:
@@ -233,6 +235,7 @@ class PrefillWorker(WorkerLoop):
         self._drop_pull(job, failure or "finished")
         self.engine.scheduler.remove(request.request_id)
         self.engine.manager.free(request.request_id)
+        self.engine.manager.free(job.transfer_name)
         request.status = RequestStatus.FINISHED
         now_ns = time.time_ns()
         if job.num_sent_blocks:

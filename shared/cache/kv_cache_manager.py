@@ -93,6 +93,15 @@ class KVCacheManager:
             self._blocks[holder_id] = blocks
             return [block.block_id for block in blocks]
 
+    def keep(self, holder_id: str, request_id: str, first: int, end: int) -> list[int]:
+        """The ids of blocks [first, end) of a request, which are `holder_id`'s as well from now on, until `free`: also where publishing
+        exchanges the request's own for another's."""
+        with self.lock:
+            blocks = self._blocks[request_id][first:end]
+            self.pool.touch(blocks)
+            self._blocks.setdefault(holder_id, []).extend(blocks)
+            return [block.block_id for block in blocks]
+
     def missing_hashes(self, request: Request) -> list[BlockHash]:
         """Of the blocks that `request` could take from the cache, from the first that is not there on."""
         if not self._enable_prefix_caching:

@@ -146,3 +146,36 @@ def test_tokens_are_the_same_whichever_side_computes_on_a_gpu(
         assert decode.worker._counters["kv_recompute_fallbacks"] == 0
         assert not [message for message in sent if isinstance(message, RequestFailed)]
         assert worker.engine.manager.num_used() == 0
+
+
+def test_blocks_that_were_handed_over_stay_the_transfers_when_another_request_has_entered_the_same(source: ModelSource) -> None:
+    """Of two equal prompts in one step the second's blocks are exchanged for the first's in the cache. Lanes may not have read them yet,
+    and read them again for a chunk that was lost; were they free, what is read might be a third prompt's, and its checksum right."""
+    with (
+        prefill_worker(source, max_num_batched_tokens=128) as (worker, _),
+        DecodeHarness(source) as first,
+        DecodeHarness(source) as second,
+    ):
+        handed: list[int] = []
+        worker._sender.send_blocks = lambda _transfer_id, blocks, layers=None: handed.extend(block_id for _, block_id in blocks)  # type: ignore[method-assign]
+        for request_id, decode in (("one", first), ("two", second)):
+            transfer_id, receiver = new_transfer_id(), decode.worker.prefixes.receiver
+            decode.submit(request_id, PROMPT, transfer_id=transfer_id)
+            peer = KVPeer(
+                worker_id="d", ctrl_endpoint=receiver.ctrl_endpoint, incarnation=decode.worker.incarnation, server_key=receiver.server_key
+            )
+            worker.accept(
+                b"router",
+                PrefillRequest(request_id=request_id, transfer_id=transfer_id, token_ids=tuple(PROMPT), decode=peer, deadline_s=60.0),
+            )
+        give_up_s = time.monotonic() + 10
+        while len(worker.engine.scheduler.waiting) < 2:
+            assert time.monotonic() < give_up_s, "not granted"
+            worker._drain_inbox()
+            time.sleep(0.005)
+        worker._turn()
+        assert len(set(handed)) == 2 * 11 and len(worker._jobs) == 2
+        assert all(worker.engine.manager.pool.blocks[block_id].ref_cnt > 0 for block_id in handed)
+        worker.fail_all("the test is over")
+        assert worker.engine.manager.num_used() == 0
+        worker.engine.manager.check_invariants()
