@@ -202,6 +202,8 @@ class DataHeader:
         limit = max(max_chunk_bytes, MAX_NOTICE_BYTES if is_shared else MAX_DEVICE_NOTICE_BYTES if is_on_device else 0)
         if self.payload_nbytes > limit:
             raise ProtocolError(f"data header: payload of {self.payload_nbytes} bytes is over the agreed {limit}")
+        if self.block_count > MAX_UNITS_PER_CHUNK:
+            raise ProtocolError(f"data header: {self.block_count} units in one message are over the limit of {MAX_UNITS_PER_CHUNK}")
         if (self.payload_nbytes == 0) != (self.msg_type is MessageType.FENCE):
             raise ProtocolError("data header: a chunk has a payload and a fence has none")
         if (is_shared or is_on_device) and (self.msg_type is not MessageType.CHUNK or (is_shared and is_on_device)):

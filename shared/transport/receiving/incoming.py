@@ -209,6 +209,9 @@ class Stream:
         theirs = (commit.chunk_total, commit.num_bytes, commit.digest)
         if ours != theirs:
             raise TransferError(f"the two ends count differently: (chunks, bytes, digest) {ours} here, {theirs} there")
+        if commit.num_cached_tokens > self.incoming.num_prompt_tokens:
+            num_tokens = self.incoming.num_prompt_tokens
+            raise TransferError(f"the prefill worker had {commit.num_cached_tokens} tokens cached of a prompt of {num_tokens}")
 
 
 def _units(header: DataHeader) -> range:

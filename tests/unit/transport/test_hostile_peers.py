@@ -9,6 +9,7 @@ from kv_transfer_pairs import SETTINGS, TRANSFER, MemoryPair
 
 from shared.errors import ProtocolError
 from shared.transport.protocol import control
+from shared.transport.protocol.frames import MAX_UNITS_PER_CHUNK, DataHeader
 
 
 def _framed(message: control.ControlMessage, **changes: object) -> bytes:
@@ -53,3 +54,31 @@ def test_sender_that_goes_beyond_its_credits_fails_its_transfer():
     pair.receiver.on_data(0, replace(header, chunk_seq=SETTINGS.kv_credits + 1).pack(), memoryview(payload))
     pair.receiver.deliver_events()
     assert "credits" in pair.receiver_log.ended[TRANSFER][0]
+
+
+def test_more_cached_tokens_than_the_prompt_has_are_not_believed():
+    pair = MemoryPair()
+    pair.offer(16)
+    pair.expect(16, [])
+    pair.sender.commit(TRANSFER, b"hidden", 17)
+    pair.run(2.0)
+    assert "17 tokens cached of a prompt of 16" in pair.receiver_log.ended[TRANSFER][0]
+
+
+def test_header_of_more_units_than_a_chunk_may_have_is_refused():
+    """Each costs a checksum, and where it lands is worked out, before anything else is known of them."""
+    pair = MemoryPair()
+    sent = []
+    pair.network.post_data = lambda sender, endpoint, lane, header, payload: sent.append(header)
+    pair.offer(16)
+    pair.expect(16, [0])
+    pair.send_all(16)
+    pair.network.run(1.0, lambda: bool(sent))
+    unit_nbytes = sent[0].payload_nbytes
+    for num_units, is_refused in ((MAX_UNITS_PER_CHUNK, False), (MAX_UNITS_PER_CHUNK + 1, True)):
+        header = replace(sent[0], block_count=num_units, payload_nbytes=num_units * unit_nbytes).pack()
+        if is_refused:
+            with pytest.raises(ProtocolError, match="units"):
+                DataHeader.unpack(header, 1 << 30)
+        else:
+            DataHeader.unpack(header, 1 << 30)
