@@ -88,7 +88,7 @@ def second_prefill(pair: MemoryPair) -> tuple[SenderState, SenderLog, BytesMemor
 
 
 def test_case_01_decode_without_room_keeps_a_bounded_queue_and_says_when_to_come_back():
-    """Whole workers: test_worker_failures, test_router_http (429)."""
+    """Whole workers: test_worker_failures, tests/integration/router (429)."""
     pair = MemoryPair()
     said = []
     post = pair.network.post_control
