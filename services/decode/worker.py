@@ -202,7 +202,9 @@ class DecodeWorker(WorkerLoop):
         """Engine thread: the blocks that another request fetched are here, or will not come. It waits at its old place."""
         with self._lock:
             if self._jobs.get(job.request.request_id) is job:
-                self._reserve_queue.appendleft(job)
+                arrivals = (other.request.arrival_s for other in self._reserve_queue)
+                place = next((index for index, arrival_s in enumerate(arrivals) if arrival_s > job.request.arrival_s), None)
+                self._reserve_queue.insert(len(self._reserve_queue) if place is None else place, job)
 
     def _expect_transfer(self, job: DecodeJob, transfer_id: str, reservation: Reservation) -> None:
         job.request.status = RequestStatus.WAITING_FOR_KV

@@ -183,6 +183,11 @@ class SimulatedNetwork:
 
         self.at(0.0, lambda: self.run_in(name, report))
 
+    def report_lanes(self, name: str, peer: str, num_lanes: int) -> None:
+        """They are connected."""
+        for lane in range(num_lanes):
+            self._senders[name].on_lane(peer, lane, is_connected=True)
+
     def deliver_to_sender(self, name: str, peer: str, message: control.AnyControl) -> None:
         def take() -> None:
             sender = self._senders.get(name)
@@ -260,7 +265,8 @@ class MemorySenderWire:
         self._endpoints[peer] = ctrl_endpoint
 
     def open_lanes(self, peer: str, endpoints: tuple[str, ...], probes: Sequence[DataMessage], are_encrypted: bool) -> None:
-        pass  # time is simulated: there is nothing to measure
+        """Connected at once, and there is nothing to measure: time is simulated."""
+        self._network.report_lanes(self._name, peer, len(endpoints))
 
     def close_peer(self, peer: str) -> None:
         self._endpoints.pop(peer, None)

@@ -257,9 +257,10 @@ class SenderState:
         if connection is None or lane >= len(connection.lanes):
             return
         known = connection.lanes[lane]
-        known.was_connected = known.was_connected or is_connected
         if not is_connected:
             known.broken_s = self._clock.now_s() if known.broken_s is None else known.broken_s
+        elif not known.was_connected:  # nothing can have been lost on it
+            known.was_connected, known.broken_s, known.is_out = True, None, False
         elif known.broken_s is not None:
             known.broken_s = None
             known.is_out = False

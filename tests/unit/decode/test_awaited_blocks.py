@@ -60,3 +60,16 @@ def test_short_request_does_not_wait_for_a_long_prompt_of_which_it_shares_the_be
             ))  # fmt: skip
         expected = decode.worker.prefixes.receiver.state._incoming
         assert set(expected) == {transfers["long"], transfers["short"]}
+
+
+def test_requests_that_waited_for_anothers_pull_come_back_in_the_order_of_their_arrival(tmp_path: Path):
+    write_tiny_hf(tmp_path)
+    with DecodeHarness(resolve_model(str(tmp_path)), num_blocks=8) as decode:
+        for name in ("runs", "first", "second", "third"):
+            decode.submit(name, [ord(name[0])] * 26)
+        queue = decode.worker._reserve_queue
+        assert [job.request.request_id for job in queue] == ["first", "second", "third"]
+        waited = [queue.popleft(), queue.popleft()]
+        for job in waited:
+            decode.worker._queue_again(job)
+        assert [job.request.request_id for job in queue] == ["first", "second", "third"]
