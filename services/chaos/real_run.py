@@ -26,6 +26,8 @@ DETECTION_S = 2.0
 REST_S = 5.0
 """After the last fault and the last answer no block may be in use for longer than this."""
 _OBSERVER_MARGIN_S = 0.3
+_STATS_AGE_S = 1.0
+"""What the router shows of a worker is as old as the worker's last renewal: less than this."""
 _RESTART_S = 60.0
 _FAULTS_PER_ROUND = 40
 _NUM_CLIENTS = 5
@@ -176,6 +178,7 @@ class RealRun:
     async def _come_to_rest(self) -> None:
         """No block in use soon; then all workers back, with none in use either."""
         start_s = time.monotonic()
+        await asyncio.sleep(_STATS_AGE_S)
         metrics = await self._metrics()
         while (metrics is None or metrics.num_used) and time.monotonic() - start_s < REST_S:
             await asyncio.sleep(0.1)

@@ -44,6 +44,7 @@ from shared.transport.protocol.frames import (
     MessageType,
     ScaleCode,
     checksum,
+    chunk_checksum,
 )
 from shared.transport.protocol.kv_layout import KVLayout
 from shared.transport.protocol.region import Region
@@ -216,23 +217,25 @@ class DataFuzzer:
     def _headers(self, grant: control.Grant, name: str) -> list[DataHeader]:
         plan, is_shared, headers = self._plans[name], name == "shm", []
         per_chunk = plan.layers_per_chunk(SETTINGS.kv_max_chunk_bytes)
-        for unit in from_ranges(grant.missing, plan.num_units(NUM_TOKENS)):
-            num_tokens = plan.tokens_of(unit, NUM_TOKENS)
+        for units in self._runs(name, from_ranges(grant.missing, plan.num_units(NUM_TOKENS))):
+            num_tokens = plan.tokens_of(units.start, NUM_TOKENS)
             if is_shared and num_tokens < LAYOUT.block_size:
                 continue
-            for start in range(0, LAYOUT.num_layers, per_chunk):
-                count = min(per_chunk, LAYOUT.num_layers - start)
-                nbytes = count * plan.layer_nbytes(num_tokens)
-                at = unit * LAYOUT.block_nbytes + start * LAYOUT.layer_nbytes if is_shared else 0
+            step = max(1, per_chunk // len(units))
+            for start in range(0, LAYOUT.num_layers, step):
+                count = min(step, LAYOUT.num_layers - start)
+                nbytes = len(units) * count * plan.layer_nbytes(num_tokens)
+                at = units.start * LAYOUT.block_nbytes + start * LAYOUT.layer_nbytes if is_shared else 0
                 payload = bytes(self._segment.view[at : at + nbytes]) if is_shared else self._random.randbytes(nbytes)
-                digest = checksum(payload)
+                digest = chunk_checksum(payload, len(units))
                 self._payloads[digest] = payload
                 headers.append(
                     DataHeader(
                         MessageType.CHUNK, Flags.SHARED_MEMORY if is_shared else Flags.NONE, bytes.fromhex(grant.transfer_id), 1,
                         _PEERS[name][0], _RECEIVER, grant.grant_id, 0, grant.slot_gen, len(headers), 0, nbytes, ChecksumCode.XXH3_64,
-                        digest, checksum(b""), start, count, unit, 1, num_tokens, KVPart.KV, plan.codec.wire, plan.codec.scale,
-                        LAYOUT.layout, plan.head_start, plan.head_count, LAYOUT.head_dim, plan.src.tp_rank, plan.src.tp_size, at,
+                        digest, checksum(b""), start, count, units.start, len(units), num_tokens, KVPart.KV, plan.codec.wire,
+                        plan.codec.scale, LAYOUT.layout, plan.head_start, plan.head_count, LAYOUT.head_dim, plan.src.tp_rank,
+                        plan.src.tp_size, at,
                     )
                 )  # fmt: skip
         fence = replace(
@@ -240,6 +243,17 @@ class DataFuzzer:
             layer_count=0, block_count=2, checksum_algo=ChecksumCode.NONE, checksum=0,
         )  # fmt: skip
         return [*headers, replace(fence, layer_count=0, block_count=1), fence]
+
+    def _runs(self, name: str, units: Sequence[int]) -> list[range]:
+        """What goes into one chunk: single units, or from some senders two in a row where they have the same number of tokens."""
+        runs: list[range] = []
+        for unit in units:
+            is_whole = self._plans[name].tokens_of(unit, NUM_TOKENS) == self._plans[name].unit_tokens
+            if name in ("small blocks", "half") and runs and is_whole and runs[-1].stop == unit and len(runs[-1]) == 1:
+                runs[-1] = range(runs[-1].start, unit + 1)
+            else:
+                runs.append(range(unit, unit + 1))
+        return runs
 
     # ---- frames -------------------------------------------------------------------------------------------------------
     def _frame(self) -> tuple[bytes, bytes]:
@@ -256,7 +270,7 @@ class DataFuzzer:
             if draw.random() < 0.6 and header.payload_nbytes <= 4 * SETTINGS.kv_max_chunk_bytes:
                 # As a sender that means it: the payload is what the header says, and its checksum too.
                 payload = draw.randbytes(header.payload_nbytes)
-                header = replace(header, checksum=checksum(payload))
+                header = replace(header, checksum=chunk_checksum(payload, max(1, min(header.block_count, len(payload)))))
             return _packed(header), payload
         damaged = bytearray(header.pack())
         if kind < 0.75:

@@ -30,7 +30,7 @@ class _Stack:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> RealRun:
-    for name, value in (("REST_S", 0.3), ("_RESTART_S", 0.5), ("DETECTION_S", 0.2), ("_OBSERVER_MARGIN_S", 0.1)):
+    for name, value in (("REST_S", 0.3), ("_STATS_AGE_S", 0.0), ("_RESTART_S", 0.5), ("DETECTION_S", 0.2), ("_OBSERVER_MARGIN_S", 0.1)):
         monkeypatch.setattr(real_run, name, value)
     return RealRun(_Stack(), 10, 0)  # type: ignore[arg-type]
 
