@@ -5,8 +5,11 @@ tests/integration (test_kv_zmq, test_kv_proxy, test_kv_transports, test_kv_secur
 each docstring here says where its case goes on.
 """
 
+import json
 import random
+import struct
 import time
+import zlib
 from dataclasses import replace
 
 import pytest
@@ -421,6 +424,20 @@ def test_case_18_another_version_is_refused_at_hello():
     )  # fmt: skip
     pair.receiver.on_control("prefill-9>decode-0", hello)
     assert [(type(answer), answer.field) for answer in answers] == [(control.Deny, "protocol")]
+
+
+def test_case_18_a_later_version_that_says_more_is_refused_at_hello_too():
+    later = {
+        "kind": "HELLO", "src_incarnation": 77, "dst_incarnation": 22, "protocol_min": 9, "protocol_max": 9, "what_we_do_not_know": [1]
+    }  # fmt: skip
+    body = json.dumps(later).encode()
+    with pytest.raises(control.OtherVersionError) as caught:
+        control.decode(struct.pack("<4sI", b"KVXC", zlib.crc32(body)) + body)
+    pair = MemoryPair()
+    answers = []
+    pair.receiver._wire.send_control = lambda key, message, blob=b"": answers.append(message)
+    pair.receiver.refuse_version("prefill-9>decode-0", caught.value)
+    assert [(type(answer), answer.field, answer.dst_incarnation) for answer in answers] == [(control.Deny, "protocol", 77)]
 
 
 @pytest.mark.parametrize("src_tp, dst_tp", [(4, 2), (2, 4), (1, 8), (8, 1)])

@@ -189,8 +189,37 @@ def encode(message: ControlMessage) -> bytes:
     return _PREFIX.pack(_MAGIC, zlib.crc32(body)) + body
 
 
+class OtherVersionError(ProtocolError):
+    """A HELLO of versions that are not ours: the peer can be told so."""
+
+    def __init__(self, hello: _AnyHello) -> None:
+        theirs = f"{hello.protocol_min} to {hello.protocol_max}"
+        super().__init__(f"incompatible peer: protocol is {PROTOCOL_VERSION} here and {theirs} there")
+        self.src_incarnation = hello.src_incarnation
+
+
+class _AnyHello(BaseModel):
+    """What stays the same in every version."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+    kind: Literal["HELLO"]
+    src_incarnation: U64
+    protocol_min: U16
+    protocol_max: U16
+
+
+def _check_version(body: bytes) -> None:
+    """Raises OtherVersionError where that is why a message was not understood."""
+    try:
+        hello = _AnyHello.model_validate_json(body)
+    except ValidationError:
+        return
+    if not hello.protocol_min <= PROTOCOL_VERSION <= hello.protocol_max:
+        raise OtherVersionError(hello)
+
+
 def decode(frame: bytes) -> AnyControl:
-    """Raises ProtocolError on anything that is not a sound message of this version."""
+    """Raises ProtocolError on anything that is not a sound message of this version, OtherVersionError for a HELLO of another one."""
     if not _PREFIX.size <= len(frame) <= MAX_CONTROL_BYTES:
         raise ProtocolError(f"a control frame of {len(frame)} bytes is not within {_PREFIX.size}..{MAX_CONTROL_BYTES}")
     magic, crc = _PREFIX.unpack_from(frame)
@@ -200,5 +229,6 @@ def decode(frame: bytes) -> AnyControl:
     try:
         return _adapter.validate_json(body)
     except ValidationError as error:
+        _check_version(body)
         first = error.errors()[0]
         raise ProtocolError(f"invalid control message: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error

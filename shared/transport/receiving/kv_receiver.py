@@ -257,6 +257,9 @@ class KVReceiver:
                 continue
             try:
                 message = control.decode(frames[1])
+            except control.OtherVersionError as error:
+                self.state.refuse_version(frames[0].decode("latin-1"), error)
+                continue
             except ProtocolError as error:
                 logger.debug("KV control message refused: %s", error)
                 self.state.count_malformed()

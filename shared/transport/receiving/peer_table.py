@@ -138,19 +138,19 @@ class PeerTable:
         """Take the peer and say how it may send, or say why not. `lose`: called when the connection was another process's before."""
         known = self._peers.get(key)
         if known is None and len(self._peers) >= MAX_PEERS:
-            self.refuse(key, hello, f"{MAX_PEERS} prefill workers are connected already")
+            self.refuse(key, hello.src_incarnation, f"{MAX_PEERS} prefill workers are connected already")
             return
         if not hello.protocol_min <= control.PROTOCOL_VERSION <= hello.protocol_max:
             ours, theirs = control.PROTOCOL_VERSION, (hello.protocol_min, hello.protocol_max)
-            self.refuse(key, hello, f"incompatible peer: protocol is {ours} here and {theirs} there", "protocol")
+            self.refuse(key, hello.src_incarnation, f"incompatible peer: protocol is {ours} here and {theirs} there", "protocol")
             return
         try:
             plan = self._agree(hello)
         except IncompatibleError as error:
-            self.refuse(key, hello, error.message, error.field)
+            self.refuse(key, hello.src_incarnation, error.message, error.field)
             return
         except PagewireError as error:
-            self.refuse(key, hello, error.message, "max_chunk_bytes")
+            self.refuse(key, hello.src_incarnation, error.message, "max_chunk_bytes")
             return
         num_allowed = CONTROL_BURST if known is None else known.num_allowed  # another HELLO buys no more
         if known is None or not known.is_that_of(hello, plan):
@@ -159,7 +159,7 @@ class PeerTable:
             known = self._choose_transport(hello, plan)
             if known is None:
                 ours_, theirs_ = allowed(self._settings.kv_transport), hello.transports
-                self.refuse(key, hello, f"no transport in common: {ours_} here and {theirs_} there", "transports")
+                self.refuse(key, hello.src_incarnation, f"no transport in common: {ours_} here and {theirs_} there", "transports")
                 return
             known.num_allowed = num_allowed
             self._peers[key] = known
@@ -178,10 +178,10 @@ class PeerTable:
             ),
         )
 
-    def refuse(self, key: str, message: control.ControlMessage, reason: str, field: str | None = None) -> None:
+    def refuse(self, key: str, incarnation: int, reason: str, field: str | None = None) -> None:
+        """Tell `incarnation` that there is no connection, and why."""
         self._wire.send_control(
-            key,
-            control.Deny(src_incarnation=self._incarnation, dst_incarnation=message.src_incarnation, reason=reason[:1000], field=field),
+            key, control.Deny(src_incarnation=self._incarnation, dst_incarnation=incarnation, reason=reason[:1000], field=field)
         )
 
     def _agree(self, hello: control.Hello) -> WirePlan:

@@ -258,18 +258,24 @@ class ReceiverState:
                 return
             if message.dst_incarnation != self._incarnation:
                 self._counters["control_ignored"] += 1
-                self._peers.refuse(key, message, "this is another process than the one you look for; it restarted")
+                self._peers.refuse(key, message.src_incarnation, "this is another process than the one you look for; it restarted")
             elif isinstance(message, control.Hello):
                 self._peers.welcome(key, message, lambda reason: self._lose_peer(key, reason))
             elif self._peers.get(key, message.src_incarnation) is None:
                 self._counters["control_ignored"] += 1
-                self._peers.refuse(key, message, "say HELLO first", "hello")
+                self._peers.refuse(key, message.src_incarnation, "say HELLO first", "hello")
             elif isinstance(message, control.Bye):
                 self._lose_peer(key, "the prefill worker is shutting down")
             elif isinstance(message, control.Offer):
                 self._on_offer(key, message)
             else:
                 self._on_transfer_message(key, message, blob)
+
+    def refuse_version(self, key: str, error: control.OtherVersionError) -> None:
+        """Somebody said HELLO in a version that is not ours."""
+        with self._lock:
+            self._counters["control_ignored"] += 1
+            self._peers.refuse(key, error.src_incarnation, error.message, "protocol")
 
     def on_peer_lost(self, key: str, reason: str) -> None:
         """The prefill worker is gone."""
