@@ -26,9 +26,15 @@ up: $(SERVE) ## Serve the packaged model on http://127.0.0.1:8000 until Ctrl-C (
 
 install: $(DEV) ## Install everything for development into .venv
 
-# One process on purpose: tests that start the whole stack measure times, and two of them at once would share the cores.
+# Tests that start the whole stack measure times, so they have the machine to themselves; the others then share it.
+COVERAGE := --cov --cov-report=term:skip-covered --cov-fail-under=$(MIN_COVERAGE)
 test: $(DEV) ## Run all tests that need neither a GPU nor Docker, with line coverage of shared/ and services/
-	@$(BIN)/python -m pytest --cov --cov-report=term:skip-covered --cov-fail-under=$(MIN_COVERAGE) $(ARGS)
+ifneq ($(strip $(ARGS)),)
+	@$(BIN)/python -m pytest $(COVERAGE) $(ARGS)
+else
+	@$(BIN)/python -m pytest --cov --cov-report= tests/fuzz tests/integration tests/parity; alone=$$?; \
+	$(BIN)/python -m pytest -n 2 $(COVERAGE) --cov-append tests/contract tests/kernels tests/simulation tests/unit && exit $$alone
+endif
 
 check: $(DEV) ## Lint, formatting, types and layers
 	$(BIN)/ruff check .
@@ -53,7 +59,7 @@ gpu-test: $(DEV) ## Run the tests that need an NVIDIA GPU
 	@$(BIN)/python -m pytest -m gpu $(ARGS)
 
 compile-cuda: $(DEV) ## Compile the CUDA sources (no GPU needed; the compiler comes with pip)
-	@$(BIN)/python -m pytest -m nvcc tests/kernels $(ARGS)
+	@$(BIN)/python -m pytest -n auto -m nvcc tests/kernels $(ARGS)
 
 gpu-sanitize: $(DEV) ## Run a part of those under compute-sanitizer: bad addresses, then races in shared memory
 	@for tool in memcheck racecheck; do compute-sanitizer --tool $$tool --error-exitcode 9 --target-processes application-only \
