@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import subprocess
 import time
@@ -131,4 +132,8 @@ def test_a_refusal_that_a_busy_machine_may_have_caused_is_not_for_good(checker: 
     monkeypatch.setattr(checker, "_timeout_s", 0.0)
     assert "to compile" in refusal(checker, "regex", "slow today")
     monkeypatch.undo()
-    assert any(check(checker, "regex", "slow today") for _ in range(3))  # which may be busy now, too
+    for _ in range(3):  # the machine may be busy now, too
+        with contextlib.suppress(InvalidRequestError):
+            assert check(checker, "regex", "slow today")
+            return
+    raise AssertionError("it stayed refused")
