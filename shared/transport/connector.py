@@ -28,9 +28,8 @@ class StoredBytes:
     need to."""
 
 
-Landed = memoryview | int | None
-"""What a memory says of bytes that it was given: they themselves as they are in the blocks now, where they can be looked at without a copy;
-or the chunk's checksum, formed there; or nothing."""
+Landed = int | None
+"""What a memory says of bytes that it was given: the chunk's checksum, formed of what is in the blocks now, or nothing."""
 
 
 @dataclass(frozen=True, slots=True)

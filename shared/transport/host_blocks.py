@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from shared.errors import TransferError
@@ -12,6 +13,8 @@ from shared.transport.connector import StoredBytes
 from shared.transport.protocol.kv_layout import KVLayout
 from shared.transport.protocol.region import Region
 from shared.transport.protocol.segment_offer import SegmentOffer
+
+_PIECE_NBYTES = 256 << 10
 
 
 class HostBlocks:
@@ -39,14 +42,17 @@ class HostBlocks:
         parts = [self._box(region).reshape(-1) for region in regions]
         return StoredBytes((parts[0] if len(parts) == 1 else np.concatenate(parts)).data, None)
 
-    def write(self, regions: Sequence[Region], data: memoryview) -> memoryview | None:
+    def write(self, regions: Sequence[Region], data: memoryview) -> int | None:
+        """Gives the checksum where a region is whole blocks' layers, formed piece by piece while each is in the processor's cache."""
         source = np.frombuffer(data, np.uint8)
         if len(regions) == 1 and self._is_contiguous(regions[0]):
             start, end = self._range(regions[0])
-            landed = self._bytes[start:end]
-            # numpy rather than a slice assignment: it lets go of the interpreter lock while it copies.
-            np.copyto(np.frombuffer(landed, np.uint8), source)
-            return landed
+            landed, digest = np.frombuffer(self._bytes[start:end], np.uint8), xxhash.xxh3_64()
+            for piece in range(0, len(landed), _PIECE_NBYTES):
+                # numpy rather than a slice assignment: it lets go of the interpreter lock while it copies.
+                np.copyto(landed[piece : piece + _PIECE_NBYTES], source[piece : piece + _PIECE_NBYTES])
+                digest.update(landed[piece : piece + _PIECE_NBYTES].data)
+            return digest.intdigest()
         start = 0
         for region in regions:
             box = self._box(region)

@@ -189,9 +189,10 @@ def test_sender_that_cannot_send_one_chunk_fails_both_sides_within_a_second():
 
 
 def test_frames_that_come_after_an_abort_write_nothing():
-    is_aborted = threading.Event()
+    is_held, is_aborted = threading.Event(), threading.Event()
 
     def hold_back(header, payload):
+        is_held.set()
         is_aborted.wait(5)
         return payload
 
@@ -199,7 +200,7 @@ def test_frames_that_come_after_an_abort_write_nothing():
         pair.offer()
         pair.expect()
         pair.send_all()
-        wait_until(lambda: pair.sender.counters()["chunks_sent"] > 0)
+        assert is_held.wait(5)
         assert pair.receiver.abort(TRANSFER, "client left")
         for index in ALL:
             fill(pair.target, index, 7)

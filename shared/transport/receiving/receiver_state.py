@@ -580,17 +580,12 @@ class ReceiverState:
             offsets = struct.unpack(f"<{header.block_count}Q", source)
             return self._memory.gpu.write_from(stream.device, offsets, regions) == header.checksum
         num_groups = 2 * header.layer_count * header.block_count
-        if Flags.SHARED_MEMORY not in header.flags:
-            if chunk_checksum(source, header.block_count) != header.checksum:
-                return False
-            self._memory.write(regions, plan.codec.decode(source, num_groups))
-            return True
-        # The sender's memory may change while it is read: what is checked is what has landed. It counts for nothing until then.
         decoded = plan.codec.decode(source, num_groups)
+        # What is checked is what has landed: the sender's memory may change while it is read. It counts for nothing until then.
         landed = self._memory.write(regions, decoded)
         if landed is None or decoded is not source:
-            landed = source
-        return (landed if isinstance(landed, int) else chunk_checksum(landed, header.block_count)) == header.checksum
+            landed = chunk_checksum(source, header.block_count)
+        return landed == header.checksum
 
     def _settle(self, stream: Stream, header: DataHeader, is_sound: bool, fault: str) -> None:
         now = self._clock.now_s()
