@@ -200,6 +200,7 @@ def test_a13_a17_a23_a_transfer_of_which_nothing_arrives_is_made_good_and_said(p
     assert proxied.counter("kv_transfer_failures") == failures + 1
 
 
+@pytest.mark.long
 def test_a13_a23_with_policy_fail_the_client_is_told_at_once() -> None:
     with ProxiedStack(kv_failure_policy="fail", kv_progress_timeout_s=3) as failing:
         assert failing.stack.tokens(CNT, 6) == CNT_ANSWER

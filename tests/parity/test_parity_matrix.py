@@ -14,7 +14,7 @@ from parity_table import TABLE, render
 
 pytestmark = pytest.mark.timeout(600)
 NUM_COMPANIONS = 32
-STEP = 7
+STEP = 14
 """Of the cases that are tried each time. Not a multiple of three: the states of the cache go round."""
 
 
