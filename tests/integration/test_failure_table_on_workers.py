@@ -45,6 +45,7 @@ def test_case_15_requests_of_one_prefix_share_what_is_on_the_way_where_room_is_s
     small.wait_until_idle()
 
 
+@pytest.mark.long
 def test_case_20_a_preempted_request_never_asks_for_its_kv_again(small: LocalStack) -> None:
     preempted, expected = (
         small.metric("pagewire:preemptions_total", "decode-0"),

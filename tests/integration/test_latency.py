@@ -20,6 +20,7 @@ def test_repeated_prefix_of_1024_tokens_is_not_computed_again(stack: LocalStack)
     assert statistics.median(warm) <= 0.35 * statistics.median(cold), (cold, warm)
 
 
+@pytest.mark.long
 def test_short_prompts_pass_beside_a_long_one_that_loses_little(stack: LocalStack) -> None:
     """Ten 20-token prompts while 4096 tokens are being computed: each within three steps plus its time alone."""
     alone_s = max(stack.stream(ids(20, first=3000 + i), 1).ttft_s for i in range(3))

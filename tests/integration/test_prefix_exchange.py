@@ -105,7 +105,12 @@ class Pulls:
 
 @pytest.mark.parametrize(
     ("holder", "puller"),
-    [("prefill-0", "prefill-1"), ("decode-0", "prefill-1"), ("prefill-0", "decode-1"), ("decode-0", "decode-1")],
+    [
+        ("prefill-0", "prefill-1"),
+        pytest.param("decode-0", "prefill-1", marks=pytest.mark.long),
+        pytest.param("prefill-0", "decode-1", marks=pytest.mark.long),
+        ("decode-0", "decode-1"),
+    ],
 )
 def test_prefix_that_another_worker_has_is_taken_from_there(case: Case, holder: str, puller: str) -> None:
     case.run([*PREFIX, 7], prefill_of(holder), "decode-0")  # what decode computes itself no prefill worker has
@@ -137,7 +142,10 @@ def test_holder_that_has_evicted_the_blocks_gives_what_it_has_left(case: Case, n
     pulls.assert_were(1, num_left, 0)
 
 
-@pytest.mark.parametrize(("number", "puller"), [(signal.SIGSTOP, "prefill-1"), (signal.SIGSTOP, "decode-1"), (signal.SIGKILL, "prefill-1")])
+@pytest.mark.parametrize(
+    ("number", "puller"),
+    [(signal.SIGSTOP, "prefill-1"), pytest.param(signal.SIGSTOP, "decode-1", marks=pytest.mark.long), (signal.SIGKILL, "prefill-1")],
+)
 def test_holder_lost_during_the_pull_costs_time_only(stack: LocalStack, case: Case, number: signal.Signals, puller: str) -> None:
     prefix_s = case.run([*PREFIX, 7], "prefill-0", "decode-0").first_token_s
     pulls = Pulls(case, puller)
@@ -169,7 +177,7 @@ def test_requests_that_want_the_same_prefix_share_one_pull(case: Case) -> None:
         pulls.assert_were(1, NUM_PREFIX_BLOCKS, 0)
 
 
-@pytest.mark.parametrize("puller", ["prefill-1", "decode-1"])
+@pytest.mark.parametrize("puller", ["prefill-1", pytest.param("decode-1", marks=pytest.mark.long)])
 def test_abort_and_deadline_during_a_pull_give_the_blocks_back(stack: LocalStack, case: Case, puller: str) -> None:
     case.run([*PREFIX, 7], "prefill-0", "decode-0")
     workers = {puller, "decode-1"}
