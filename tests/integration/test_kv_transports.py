@@ -180,7 +180,7 @@ def test_a_wire_below_its_floor_is_said_aloud(caplog: pytest.LogCaptureFixture) 
     pair = Pair(settings("tcp"), settings("tcp").model_copy(update={"kv_min_gb_per_s": 1e6}))
     try:
         assert pair.transfer() is None
-        wait_until(lambda: "is slow: tcp carries" in caplog.text)
+        wait_until(lambda: "is slow: tcp carries" in caplog.text, 15.0)
     finally:
         pair.sender.close()
         pair.receiver.close()

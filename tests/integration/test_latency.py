@@ -6,6 +6,7 @@ import statistics
 import threading
 import time
 
+import pytest
 from local_stack import LocalStack, Streamed, ids
 
 
