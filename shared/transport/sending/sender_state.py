@@ -437,7 +437,7 @@ class SenderState:
         for transfer in self._transfers_to(connection.key):
             lost = list(transfer.on_lane(lane))
             self._release(transfer, lost)
-            transfer.resend.extend(seq for seq in lost if seq not in transfer.resend)
+            transfer.ask_again(lost)
             if transfer.sent:
                 transfer.is_fence_due = True
                 self._pump(transfer)
@@ -492,7 +492,7 @@ class SenderState:
         transfer.nack_seq = message.nack_seq
         chunks = from_ranges(message.chunks, len(transfer.sent))
         self._release(transfer, [seq for seq in chunks if seq in transfer.in_flight])
-        transfer.resend.extend(seq for seq in chunks if seq not in transfer.resend)
+        transfer.ask_again(chunks)
         transfer.is_fence_due = True
         self._pump(transfer)
 

@@ -154,6 +154,11 @@ class SenderTransfer:
         per_block = plan.src.block_size // plan.unit_tokens
         return sorted({index for unit in self.missing if self.queued.get(index := unit // per_block, 0) != whole})
 
+    def ask_again(self, seqs: Sequence[int]) -> None:
+        """Send these once more, those that do not wait for it already."""
+        waiting = set(self.resend)
+        self.resend.extend(seq for seq in seqs if seq not in waiting)
+
     def settled(self, received: Sequence[tuple[int, int]]) -> list[int]:
         """Those in flight that `received` names."""
         return [seq for seq in self.in_flight if any(start <= seq < start + count for start, count in received)]
