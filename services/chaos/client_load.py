@@ -72,10 +72,6 @@ class ClientLoad:
     def num_known(self) -> int:
         return len(self._answers)
 
-    @property
-    def num_answered(self) -> int:
-        return self.num_right + self.errors.total()
-
     async def run(self) -> None:
         """Until `stop`, and until the last answer is there."""
         self._is_running = True

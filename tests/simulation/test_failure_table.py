@@ -542,7 +542,7 @@ def test_case_26_a_receiver_that_shuts_down_finishes_what_it_granted_and_says_go
 
 
 def test_case_27_staging_memory_is_kept_until_the_receiver_has_the_chunk():
-    """The ring of a GPU worker: tests/unit/engine/test_device_blocks.py."""
+    """The ring of a GPU worker: tests/unit/engine/test_staging_ring.py, test_device_blocks_on_gpu.py."""
     pair = MemoryPair(replace(SLOW, data_loss=0.2))
     reads = []
     read = pair.source.read

@@ -168,7 +168,6 @@ class SenderState:
 
         What the receiver has already is skipped, and so is what was handed over before.
         """
-        num_blocks = 0
         first, count = layers or (0, self._layout.num_layers)
         for transfer in self._parts(transfer_id):
             num_blocks = self._layout.num_blocks(transfer.num_prompt_tokens)
