@@ -76,7 +76,7 @@ def test_a_prefix_that_two_want_at_the_same_time_is_sent_once(stack: LocalStack,
 
 def test_who_waits_for_a_prefix_goes_on_when_the_other_leaves(stack: LocalStack, received: ReceivedBytes) -> None:
     prefix = ids(60 * BLOCK_SIZE, first=8400)
-    with ThreadPoolExecutor(1) as clients, stack.open_stream([*prefix, 8401, *ids(30)], 3):
+    with ThreadPoolExecutor(1) as clients, stack.request_under_way([*prefix, 8401, *ids(30)], 3):
         time.sleep(0.2)
         waiting = clients.submit(stack.complete, [*prefix, 8402, *ids(30)], 3, logprobs=2, return_tokens_as_token_ids=True)
         time.sleep(0.3)

@@ -104,14 +104,14 @@ def in_background(call: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]
 def test_a01_clients_that_leave_between_prefill_and_decode_leave_nothing_behind(proxied: ProxiedStack) -> None:
     proxied.delay(0.5)
     for _ in range(4):
-        with proxied.stack.open_stream(ids(96, first=next(_seeds)), 64):
+        with proxied.stack.request_under_way(ids(96, first=next(_seeds)), 64):
             time.sleep(0.25)
     proxied.stack.wait_until_idle(5)
 
 
 def test_a03_blocks_of_an_aborted_request_are_another_ones_and_late_frames_do_not_reach_them(proxied: ProxiedStack) -> None:
     proxied.delay(1.5)
-    with proxied.stack.open_stream(ids(NUM_BLOCKS * 16 - 64, first=next(_seeds)), 8):
+    with proxied.stack.request_under_way(ids(NUM_BLOCKS * 16 - 64, first=next(_seeds)), 8):
         time.sleep(2.5)
     for lane in proxied.lanes:
         lane.forward.delay_s = 0.0

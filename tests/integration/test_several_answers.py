@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -91,17 +89,14 @@ def test_a_stop_string_ends_its_own_answer_only(stack: LocalStack) -> None:
 
 
 def test_a_client_that_hangs_up_frees_every_sequence(stack: LocalStack) -> None:
-    with stack.open_stream(ids(100, first=7300), 2000, ignore_eos=True, n=8):
+    with stack.request_under_way(ids(100, first=7300), 2000, ignore_eos=True, n=8):
         stack.wait_until(lambda: stack.metric("vllm:num_requests_running", "decode-0") == 8, 10)
     stack.wait_until_idle(3)
 
 
 def test_a_client_that_hangs_up_ends_a_beam_search(stack: LocalStack) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", stack.port)
-    body = {"prompt": ids(100, first=7301), "max_tokens": 2000, "ignore_eos": True, "n": 4, "use_beam_search": True}
-    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-    stack.wait_until(lambda: stack.metric("vllm:num_requests_running", "decode-0") == 4, 10)
-    connection.close()
+    with stack.request_under_way(ids(100, first=7301), 2000, stream=False, ignore_eos=True, n=4, use_beam_search=True):
+        stack.wait_until(lambda: stack.metric("vllm:num_requests_running", "decode-0") == 4, 10)
     stack.wait_until_idle(3)
 
 

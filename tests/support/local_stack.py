@@ -162,13 +162,16 @@ class LocalStack:
         return result
 
     @contextlib.contextmanager
-    def open_stream(self, prompt: object, max_tokens: int, **options: Any) -> Iterator[http.client.HTTPResponse]:
-        """A streamed request whose socket is closed when the block ends, whatever is still to come."""
+    def request_under_way(self, prompt: object, max_tokens: int, **options: Any) -> Iterator[None]:
+        """A streamed request; its client hangs up when the block ends, whatever is still to come.
+
+        Nothing waits for the response's head: that comes with the first token.
+        """
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         body = {"prompt": prompt, "max_tokens": max_tokens, "stream": True, **options}
         try:
             connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-            yield connection.getresponse()
+            yield
         finally:
             connection.close()
 
