@@ -12,37 +12,19 @@ from kernels.rotary_embedding import rotary_embedding_and_cache
 from kernels.silu_and_mul import silu_and_mul
 from shared.engine.attention_metadata import AttentionMetadata
 from shared.engine.kv_cache import KVCache
+from shared.engine.layers.linear import Linear, Weights, take_linear
 from shared.engine.rotary import RotaryTable
 from shared.model_files.model_config import ModelConfig
-
-Weights = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class _Projection:
-    weight: torch.Tensor  # [out_features, in_features]
-    bias: torch.Tensor | None
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True)
 class _Layer:
     input_norm: torch.Tensor
-    qkv: _Projection
-    output: _Projection
+    qkv: Linear
+    output: Linear
     post_attention_norm: torch.Tensor
-    gate_up: _Projection
-    down: _Projection
-
-
-def _fuse(weights: Weights, names: list[str]) -> _Projection:
-    """One projection from several that read the same input; takes them out of `weights` so that memory is not held twice."""
-    parts = [weights.pop(f"{name}.weight") for name in names]
-    biases = [weights.pop(f"{name}.bias") for name in names if f"{name}.bias" in weights]
-    assert len(biases) in (0, len(names)), f"some of {names} have a bias and some have none"
-    return _Projection(torch.cat(parts) if len(parts) > 1 else parts[0], torch.cat(biases) if biases else None)
+    gate_up: Linear
+    down: Linear
 
 
 class LlamaForCausalLM:
@@ -55,7 +37,7 @@ class LlamaForCausalLM:
         self._final_norm = weights.pop("model.norm.weight")
         head = self._embed if config.tie_word_embeddings else weights.pop("lm_head.weight")
         # Rows past the tokenizer's vocabulary are padding: they are never computed, so they can never be sampled.
-        self._head = head[: config.tokenizer_vocab_size]
+        self._head = Linear(head[: config.tokenizer_vocab_size])
         self._layers = [self._take_layer(weights, f"model.layers.{i}") for i in range(config.num_layers)]
         self._scale = config.head_dim**-0.5
 
@@ -64,11 +46,11 @@ class LlamaForCausalLM:
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         return _Layer(
             input_norm=weights.pop(f"{prefix}.input_layernorm.weight"),
-            qkv=_fuse(weights, [f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"]),
-            output=_fuse(weights, [f"{attention}.o_proj"]),
+            qkv=take_linear(weights, [f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"]),
+            output=take_linear(weights, [f"{attention}.o_proj"]),
             post_attention_norm=weights.pop(f"{prefix}.post_attention_layernorm.weight"),
-            gate_up=_fuse(weights, [f"{mlp}.gate_proj", f"{mlp}.up_proj"]),
-            down=_fuse(weights, [f"{mlp}.down_proj"]),
+            gate_up=take_linear(weights, [f"{mlp}.gate_proj", f"{mlp}.up_proj"]),
+            down=take_linear(weights, [f"{mlp}.down_proj"]),
         )
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -99,4 +81,4 @@ class LlamaForCausalLM:
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [n, hidden_size] -> fp32 [n, tokenizer_vocab_size]."""
-        return F.linear(hidden, self._head).float()
+        return self._head(hidden).float()

@@ -1,0 +1,30 @@
+"""Linear layers of the models: how their weights are stored is known here and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+Weights = dict[str, torch.Tensor]
+"""Hugging Face's name -> tensor. A model takes out what it uses, so that memory is not held twice."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    weight: torch.Tensor  # [out_features, in_features]
+    bias: torch.Tensor | None = None  # [out_features]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [num_tokens, in_features] -> [num_tokens, out_features]."""
+        return F.linear(x, self.weight, self.bias)
+
+
+def take_linear(weights: Weights, names: Sequence[str]) -> Linear:
+    """One layer from the projections `names` that read the same input, their outputs side by side."""
+    parts = [weights.pop(f"{name}.weight") for name in names]
+    biases = [weights.pop(f"{name}.bias") for name in names if f"{name}.bias" in weights]
+    assert len(biases) in (0, len(names)), f"some of {names} have a bias and some have none"
+    return Linear(torch.cat(parts) if len(parts) > 1 else parts[0], torch.cat(biases) if biases else None)
