@@ -17,6 +17,7 @@ import torch
 
 from kernels import reference
 from kernels.build import KernelBuildError, Library, check, cpu_flags, load
+from kernels.cpu_thread_pool import run_on_threads
 from kernels.sdpa_attention import SDPAPagedAttention
 
 _log = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ class _Arguments(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "key_cache", "value_cache", "out")),
-        *((name, ctypes.c_void_p) for name in ("blocks", "first_block", "query_start", "query_lens", "seq_lens", "alibi_slopes")),
+        *((name, ctypes.c_void_p) for name in ("blocks", "first_block", "query_start", "query_lens", "seq_lens", "alibi_slopes", "run_on_threads")),
         *((name, ctypes.c_int64) for name in ("num_seqs", "num_heads", "num_kv_heads", "head_dim", "block_size")),
         *((name, ctypes.c_int64) for name in ("query_stride", "cache_block_stride", "cache_head_stride", "sliding_window", "num_threads")),
         *((name, ctypes.c_float) for name in ("scale", "soft_cap")),
@@ -72,6 +73,7 @@ def _launcher(dtype: torch.dtype, head_dim: int) -> _Launcher | None:
         if wanted not in _launchers:
             try:
                 launcher = load(library(dtype, head_dim)).cpu_paged_attention
+                run_on_threads()
             except (KernelBuildError, OSError) as error:
                 _log.warning("attention on the CPU runs on torch, which is several times slower in decode: %s", error)
                 _launchers[wanted] = None
@@ -148,7 +150,7 @@ class CPUPagedAttention:
         arguments = _Arguments(
             query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), out.data_ptr(),
             self._blocks.ctypes.data, self._first_block.ctypes.data, self._query_start.ctypes.data, query_lens.ctypes.data,
-            self._seq_lens.ctypes.data, None if slopes is None else slopes.data_ptr(),
+            self._seq_lens.ctypes.data, None if slopes is None else slopes.data_ptr(), run_on_threads(),
             len(self._seq_lens), self._num_heads, self._num_kv_heads, head_dim, self._block_size,
             query.stride(0), key_cache.stride(0), key_cache.stride(1), sliding_window or 0, torch.get_num_threads(),
             scale, soft_cap or 0.0,

@@ -8,6 +8,7 @@ import functools
 import torch
 import torch.nn.functional as F
 
+from kernels import cpu_elementwise
 from kernels.build import Library, launch, load
 from kernels.op_library import LIBRARY
 
@@ -78,11 +79,12 @@ def _fused_add_rms_norm_cuda(x: torch.Tensor, residual: torch.Tensor, weight: to
 
 
 def _rms_norm_cpu(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return F.rms_norm(x, weight.shape, weight, eps)
+    result = cpu_elementwise.rms_norm(x, weight, eps)
+    return F.rms_norm(x, weight.shape, weight, eps) if result is None else result
 
 
 def _fused_add_rms_norm_cpu(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
-    x.copy_(F.rms_norm(residual.add_(x), weight.shape, weight, eps))
+    x.copy_(_rms_norm_cpu(residual.add_(x), weight, eps))
 
 
 LIBRARY.impl("rms_norm", _rms_norm_cpu, "CPU")

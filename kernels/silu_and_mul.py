@@ -7,7 +7,7 @@ import functools
 
 import torch
 
-from kernels import reference
+from kernels import cpu_elementwise, reference
 from kernels.build import Library, launch, load
 from kernels.op_library import LIBRARY
 
@@ -52,6 +52,11 @@ def _silu_and_mul_cuda(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-LIBRARY.impl("silu_and_mul", reference.silu_and_mul, "CPU")
+def _silu_and_mul_cpu(x: torch.Tensor) -> torch.Tensor:
+    result = cpu_elementwise.silu_and_mul(x)
+    return reference.silu_and_mul(x) if result is None else result
+
+
+LIBRARY.impl("silu_and_mul", _silu_and_mul_cpu, "CPU")
 LIBRARY.impl("silu_and_mul", _silu_and_mul_cuda, "CUDA")
 LIBRARY.impl("silu_and_mul", _empty_like_half, "Meta")

@@ -30,6 +30,11 @@ class Settings(BaseModel):
     load_format: Literal["auto", "dummy"] = Field(
         "auto", description="dummy: random weights for a Hugging Face directory that has none, to measure speed"
     )
+    cpu_weights: Literal["auto", "stored", "fp16", "fp32"] = Field(
+        "auto",
+        description="weights of an engine on a CPU. stored: as the model file has them, expanded on the fly; fp16: rounded to that; fp32; "
+        "auto: stored",
+    )
     num_threads: int | None = Field(None, ge=1, description="CPU threads of a worker's engine; default: all cores")
 
     # Where things are

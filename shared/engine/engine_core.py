@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels import cpu_attention, cpu_rotary_embedding, cpu_sampling, gpu_attention, sampling
+from kernels import cpu_attention, cpu_elementwise, cpu_rotary_embedding, cpu_sampling, gpu_attention, sampling
 from shared.batch import ScheduledRequest, SchedulerOutput
 from shared.block_hash import BlockHash
 from shared.cache.block_pool import BlockPool
@@ -20,10 +20,11 @@ from shared.config import Settings
 from shared.engine.device import default_dtype, select_device
 from shared.engine.kv_cache import KVCache
 from shared.engine.layer_groups import OnLayers, num_groups
+from shared.engine.layers.linear import Weights
 from shared.engine.model_runner import ModelRunner
 from shared.engine.models.llama import LlamaForCausalLM
 from shared.engine.rotary import RotaryTable
-from shared.engine.weights import available_bytes, load_weights
+from shared.engine.weights import available_bytes, cpu_storage, load_for_cpu, load_weights
 from shared.errors import ConfigurationError
 from shared.messages import PromptLogprobs
 from shared.model_files.model_source import ModelSource
@@ -78,7 +79,12 @@ class EngineCore:
                 builder.submit(cpu_attention.prepare, self.dtype, self.config.head_dim)
                 builder.submit(cpu_rotary_embedding.prepare, self.dtype)
                 builder.submit(cpu_sampling.prepare)
-            weights = load_weights(source, self.dtype, self.device, progress, pending)
+                builder.submit(cpu_elementwise.prepare)
+            storage = cpu_storage(settings, self.dtype, self.device)
+            if storage is None:
+                weights = Weights(load_weights(source, self.dtype, self.device, progress, pending))
+            else:
+                weights = load_for_cpu(source, storage, progress, pending)
         num_blocks = self._num_blocks()
         self.max_model_len = min(
             self.config.max_model_len, settings.max_model_len or self.config.max_model_len, num_blocks * settings.block_size

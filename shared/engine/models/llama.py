@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
+from kernels.rms_norm import rms_norm
 from kernels.rotary_embedding import rotary_embedding_and_cache
 from kernels.silu_and_mul import silu_and_mul
 from shared.engine.attention_metadata import AttentionMetadata
 from shared.engine.kv_cache import KVCache
-from shared.engine.layers.linear import Linear, Weights, take_linear
+from shared.engine.layers.linear import Linear, Weights, take_embedding, take_linear
 from shared.engine.rotary import RotaryTable
 from shared.model_files.model_config import ModelConfig
 
@@ -33,11 +33,11 @@ class LlamaForCausalLM:
     def __init__(self, config: ModelConfig, weights: Weights, rotary: RotaryTable) -> None:
         self.config = config
         self._rotary = rotary
-        self._embed = weights.pop("model.embed_tokens.weight")
+        self._embed = take_embedding(weights, "model.embed_tokens")
         self._final_norm = weights.pop("model.norm.weight")
-        head = self._embed if config.tie_word_embeddings else weights.pop("lm_head.weight")
+        table = self._embed if config.tie_word_embeddings else take_embedding(weights, "lm_head")
         # Rows past the tokenizer's vocabulary are padding: they are never computed, so they can never be sampled.
-        self._head = Linear(head[: config.tokenizer_vocab_size])
+        self._head = table.head(config.tokenizer_vocab_size)
         self._layers = [self._take_layer(weights, f"model.layers.{i}") for i in range(config.num_layers)]
         self._scale = config.head_dim**-0.5
 
@@ -54,7 +54,7 @@ class LlamaForCausalLM:
         )
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
+        return rms_norm(x, weight, self.config.rms_norm_eps)
 
     def forward(
         self,
@@ -68,7 +68,7 @@ class LlamaForCausalLM:
         config = self.config
         cos, sin = self._rotary.cos, self._rotary.sin
         sizes = [config.num_heads * config.head_dim] + [config.num_kv_heads * config.head_dim] * 2
-        x = F.embedding(token_ids, self._embed)  # [num_tokens, hidden_size]
+        x = self._embed(token_ids)  # [num_tokens, hidden_size]
         for index, layer in enumerate(self._layers):
             rows = torch.split(layer.qkv(self._norm(x, layer.input_norm)), sizes, dim=-1)
             query, key, value = (part.view(len(part), -1, config.head_dim) for part in rows)
