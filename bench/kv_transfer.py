@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 import zmq
 
+from kernels.checked_copy import compiled_copies
 from shared.clock import SystemClock
 from shared.config import Settings
 from shared.ids import new_incarnation
@@ -53,7 +54,7 @@ class SharedBlocks(HostBlocks):
 
     def __init__(self, layout: KVLayout, num_blocks: int) -> None:
         self._keep = filled_segment(num_blocks * layout.block_nbytes)
-        super().__init__(layout, self._keep.view, self._keep.offer)
+        super().__init__(layout, self._keep.view, self._keep.offer, compiled_copies())
 
 
 class Events:
