@@ -1,7 +1,7 @@
 """Linear layers on the CPU with weights as their file stores them: kernels/csrc/cpu_linear.cpp.
 
-Weights are expanded to fp32 in registers, with exactly the values of the file; inputs and sums are fp32. A row's result does not depend on the
-other rows, on the number of threads, or on how the weight is stored.
+Weights are expanded to fp32 in registers, with exactly the values of the file; inputs and sums are fp32. A row's result does not depend
+on the other rows, on the number of threads, or on how the weight is stored.
 """
 
 from __future__ import annotations
@@ -154,5 +154,6 @@ class PackedWeight:
 def _check_rows(name: str, rows: torch.Tensor, num_rows: int, size: int) -> None:
     if rows.shape != (num_rows, size) or rows.dtype is not torch.float32 or (rows.stride(1) != 1 and rows.numel()):
         raise ValueError(
-            f"{name} must be float32 [{num_rows}, {size}] with contiguous rows, not {rows.dtype} {list(rows.shape)} with strides {rows.stride()}"
+            f"{name} must be float32 [{num_rows}, {size}] with contiguous rows, not {rows.dtype} {list(rows.shape)} with strides "
+            f"{rows.stride()}"
         )

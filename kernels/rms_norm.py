@@ -22,6 +22,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x: [num_rows, size], rows may be strided; weight: [size] in the type of x (fp16, bf16, fp32). Returns a new contiguous tensor.
     Raises ValueError."""
     _check("x", x, x, weight)
+    if not x.is_cuda and (normed := cpu_elementwise.rms_norm(x, weight, eps)) is not None:
+        return normed  # past the dispatcher, which costs a decode step on the CPU more than the kernel does
     result: torch.Tensor = torch.ops.pagewire.rms_norm(x, weight, eps)
     return result
 

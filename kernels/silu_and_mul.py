@@ -23,6 +23,8 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"x must be [num_rows, 2 * size] with contiguous rows, not {list(x.shape)} with strides {x.stride()}")
     if x.dtype not in SCALARS:
         raise ValueError(f"x is {x.dtype}; give float16, bfloat16 or float32")
+    if not x.is_cuda and (activated := cpu_elementwise.silu_and_mul(x)) is not None:
+        return activated  # past the dispatcher, which costs a decode step on the CPU more than the kernel does
     result: torch.Tensor = torch.ops.pagewire.silu_and_mul(x)
     return result
 

@@ -43,6 +43,9 @@ def up(
     transport: Annotated[str | None, typer.Option(help="How KV travels: cuda, shm, ipc or tcp. Default: the fastest.")] = None,
     load_format: Annotated[str | None, typer.Option(help="dummy: random weights, for a directory that has none.")] = None,
     kv_wire_dtype: Annotated[str | None, typer.Option(help="How KV values travel: auto (unchanged) or fp8 (a quarter of fp32).")] = None,
+    cpu_weights: Annotated[
+        str | None, typer.Option(help="Weights on a CPU: stored (as the model file has them; the default), fp16 or fp32.")
+    ] = None,
     redis: RedisUrl = None,
     api_key: ApiKeys = None,
     as_json: Json = False,
@@ -63,6 +66,7 @@ def up(
         kv_transport=transport,
         kv_wire_dtype=kv_wire_dtype,
         load_format=load_format,
+        cpu_weights=cpu_weights,
     )
     if settings.aggregated and prefill is not None:
         raise ConfigurationError("--prefill and --aggregated exclude each other: an aggregated system has no prefill workers")

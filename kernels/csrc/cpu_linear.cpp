@@ -29,7 +29,7 @@ constexpr int TILE_ROWS = 6;
 #endif
 constexpr int DIRECT_ROWS = 4;       // up to here weights are used from registers
 constexpr int TILE_K = 4096 / PANEL; // 16 KiB of fp32
-constexpr int BLOCK_ROWS = 96;       // rows x TILE_K stay in the second-level cache
+constexpr int MAX_BLOCK_ROWS = 96;   // rows x TILE_K stay in the second-level cache
 constexpr int TASK_PANELS = 8;       // most panels of a task
 constexpr int TASKS_PER_THREAD = 4;
 typedef Vector<W>::I I;
@@ -138,7 +138,7 @@ template <int R> void multiply_rows(int num_rows, const float* x, int64_t stride
 
 struct Plan {
     const Arguments& a;
-    int64_t num_panels, num_blocks, task_panels;
+    int64_t num_panels, num_blocks, block_rows, task_panels;
     std::atomic<int64_t> next{0};
 };
 
@@ -169,7 +169,7 @@ template <class Format, int R, int N> int64_t direct_panels(const Plan& plan, in
 template <class Format> void tiled(const Plan& plan, int64_t first_row, int64_t panel, int64_t end) {
     const Arguments& a = plan.a;
     const int64_t num_inputs = a.weight->num_inputs, panel_bytes = num_inputs / Format::GROUP * Format::GROUP_BYTES;
-    const int num_rows = (int)std::min<int64_t>(BLOCK_ROWS, a.num_rows - first_row);
+    const int num_rows = (int)std::min(plan.block_rows, a.num_rows - first_row);
     thread_local std::vector<float> memory;
     float* tile = scratch(memory, (size_t)TILE_K * PANEL + (size_t)(end - panel) * num_rows * PANEL);
     float* sums = tile + TILE_K * PANEL;  // [panels, rows, PANEL]
@@ -208,7 +208,7 @@ template <class Format> void work(void* data) {
             case 2: direct_panels<Format, 2, 1>(plan, panel, end); break;
             case 3: direct_panels<Format, 3, 1>(plan, panel, end); break;
             case DIRECT_ROWS: direct_panels<Format, DIRECT_ROWS, 1>(plan, panel, end); break;
-            default: tiled<Format>(plan, i / tasks_per_block * BLOCK_ROWS, panel, end);
+            default: tiled<Format>(plan, i / tasks_per_block * plan.block_rows, panel, end);
         }
     }
 }
@@ -387,8 +387,9 @@ EXPORT void cpu_linear_rows(const Weight* weight, const int64_t* rows, int64_t n
 EXPORT const char* cpu_linear(const Arguments* arguments) {
     const Arguments& a = *arguments;
     if (!a.num_rows) return nullptr;
-    Plan plan{a, (a.weight->num_outputs + PANEL - 1) / PANEL, 1, TASK_PANELS};
-    if (a.num_rows > DIRECT_ROWS) plan.num_blocks = (a.num_rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    Plan plan{a, (a.weight->num_outputs + PANEL - 1) / PANEL, (a.num_rows + MAX_BLOCK_ROWS - 1) / MAX_BLOCK_ROWS, 0, 0};
+    // Blocks of about the same size, of whole tiles.
+    plan.block_rows = ((a.num_rows + plan.num_blocks - 1) / plan.num_blocks + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
     const int64_t wanted = (a.num_threads * TASKS_PER_THREAD + plan.num_blocks - 1) / plan.num_blocks;
     // Even, so that a single row finds pairs of panels.
     plan.task_panels = std::max<int64_t>(2, std::min<int64_t>(TASK_PANELS, (plan.num_panels + wanted - 1) / wanted + 1) / 2 * 2);

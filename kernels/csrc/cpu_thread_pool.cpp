@@ -16,7 +16,7 @@
 
 namespace {
 
-constexpr auto LOOK_OUT = std::chrono::microseconds(60);  // longer than the gaps within a step
+constexpr auto LOOK_OUT = std::chrono::microseconds(100);  // longer than the gaps within a step
 constexpr int POLLS_BETWEEN_YIELDS = 64;
 constexpr int MAX_HELPERS = 1 << 14;
 // Of the state word: helpers inside, is the region open, how many helpers it takes, its number.

@@ -90,6 +90,14 @@ class Stack:
             if len(set(values)) > 1:
                 found = ", ".join(f"{role} {value}" for role, value in zip(roles, values, strict=True))
                 raise ConfigurationError(f"{name} must be the same for router, prefill and decode: {found}")
+        cpu_weights = [self._of_role(role).cpu_weights for role in roles]
+        if "fp16" in cpu_weights and len(set(cpu_weights)) > 1:  # the others have the model's own values, and so the same KV
+            found = ", ".join(f"{role} {value}" for role, value in zip(roles, cpu_weights, strict=True))
+            raise ConfigurationError(f"cpu_weights fp16 is another model to all but those that have it too: {found}")
+
+    def _of_role(self, role: Role) -> Settings:
+        """A worker's settings, as far as this process hands them on."""
+        return load_settings(role, {**os.environ, "PAGEWIRE_CPU_WEIGHTS": self._settings.cpu_weights}, model=self._settings.model)
 
     def _check_memory(self, source: ModelSource) -> None:
         """Each worker checks its own share too; only here is it known how many there are."""
@@ -99,13 +107,15 @@ class Stack:
         needed = 0
         roles: tuple[tuple[Role, int], ...] = (("prefill", self._plan.num_prefill), ("decode", self._plan.num_decode))
         for role, count in roles:
-            settings = load_settings(role, model=self._settings.model)
+            settings = self._of_role(role)
             if may_use_gpu(settings.device):
                 continue  # its weights and blocks take the GPU's memory, which it looks at itself
             itemsize = 2 if settings.dtype in ("bfloat16", "float16") else 4
             block_nbytes = source.config.kv_bytes_per_token(itemsize) * settings.block_size
             num_blocks = settings.num_blocks or int(settings.kv_cache_gib * (1 << 30)) // block_nbytes
-            needed += count * (source.num_parameters * itemsize + num_blocks * block_nbytes)
+            is_stored = itemsize == 4 and settings.cpu_weights in ("auto", "stored") and source.format != "dummy"
+            weights_nbytes = source.num_stored_bytes if is_stored else source.num_parameters * itemsize
+            needed += count * (weights_nbytes + num_blocks * block_nbytes)
         if needed > available:
             raise ConfigurationError(
                 f"{source.name} on {self._plan.num_prefill + self._plan.num_decode} workers takes {needed >> 20} MiB and "
@@ -141,6 +151,7 @@ class Stack:
         environ["PAGEWIRE_KV_TRANSPORT"] = self._settings.kv_transport
         environ["PAGEWIRE_LOAD_FORMAT"] = self._settings.load_format
         environ["PAGEWIRE_KV_WIRE_DTYPE"] = self._settings.kv_wire_dtype
+        environ["PAGEWIRE_CPU_WEIGHTS"] = self._settings.cpu_weights
         environ |= {"REDIS_URL": redis_url, "PAGEWIRE_REDIS_URL": redis_url}
         # What was settled here must not be settled otherwise for one role.
         for setting in ("MODEL", "REDIS_URL", "HOST", "PORT", "WORKER_ID", "AGGREGATED"):

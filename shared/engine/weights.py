@@ -11,7 +11,6 @@ import torch
 
 from kernels import cpu_linear
 from kernels.cpu_linear import StoredRows
-
 from shared.available_memory import available_memory_bytes
 from shared.config import Settings
 from shared.engine.dummy_weights import dummy_weight
@@ -33,7 +32,7 @@ from shared.model_files.weight_reader import (
 _SAME_TYPE = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 Storage = Literal["stored", "fp16", "fp32"]
-"""How the CPU's kernel holds the weights of linear layers: as the file does, or converted. The first and the last have the file's values."""
+"""How the CPU's kernel holds the weights of linear layers: as the file does, or converted. All but fp16 have the file's values."""
 
 
 def cpu_storage(settings: Settings, dtype: torch.dtype, device: torch.device) -> Storage | None:
@@ -85,8 +84,8 @@ def _converted(array: np.ndarray[tuple[int, ...], np.dtype[np.float32]], storage
 def load_for_cpu(
     source: ModelSource, storage: Storage, progress: Callable[[float], None] | None = None, pending: PendingWeights | None = None
 ) -> Weights:
-    """For an fp32 engine: matrices as `storage` says where the kernel can be had, else as fp32 tensors of the same values. `pending`: as for
-    `load_weights`. Raises ModelLoadError when the weights cannot fit in memory."""
+    """For an fp32 engine: matrices as `storage` says where the kernel can be had, else as fp32 tensors of the same values. `pending`: as
+    for `load_weights`. Raises ModelLoadError when the weights cannot fit in memory."""
     if not cpu_linear.prepare():
         tensors = load_weights(source, torch.float32, "cpu", progress, pending)
         if storage == "fp16":

@@ -1,7 +1,7 @@
 """Linear layers of the models: how their weights are stored is known here and nowhere else.
 
-In an fp32 engine on the CPU weights stay as the model file has them and are expanded in registers (kernels/cpu_linear.py). Elsewhere, and without a
-C++ compiler, they are tensors of the engine's type.
+In an fp32 engine on the CPU weights stay as the model file has them and are expanded in registers (kernels/cpu_linear.py). Elsewhere,
+and without a C++ compiler, they are tensors of the engine's type.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class PackedLinear:
         if len(self.weights) == 1:
             self.weights[0].linear(x, out, self.biases[0])
             return out
-        columns = out.split([weight.shape[0] for weight in self.weights], dim=1)
+        columns = torch.split(out, [weight.shape[0] for weight in self.weights], dim=1)
         for weight, bias, part in zip(self.weights, self.biases, columns, strict=True):
             weight.linear(x, part, bias)
         return out
@@ -68,7 +68,7 @@ def take_linear(weights: Weights, names: Sequence[str]) -> Linear:
     stored = [weights.stored.pop(f"{name}.weight") for name in names]
     packed = [PackedWeight.pack(list(parts)) for _, parts in groupby(stored, key=lambda rows: rows.type_name)]
     sizes = [weight.shape[0] for weight in packed]
-    return PackedLinear(packed, [None] * len(packed) if bias is None else bias.split(sizes))
+    return PackedLinear(packed, [None] * len(packed) if bias is None else torch.split(bias, sizes))
 
 
 class Embedding(Protocol):

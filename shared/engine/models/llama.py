@@ -67,15 +67,15 @@ class LlamaForCausalLM:
         queued to). Returns the hidden states (after the last norm) of `metadata.hidden_rows`: [len(hidden_rows), hidden_size]."""
         config = self.config
         cos, sin = self._rotary.cos, self._rotary.sin
-        sizes = [config.num_heads * config.head_dim] + [config.num_kv_heads * config.head_dim] * 2
+        heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         x = self._embed(token_ids)  # [num_tokens, hidden_size]
         for index, layer in enumerate(self._layers):
-            rows = torch.split(layer.qkv(self._norm(x, layer.input_norm)), sizes, dim=-1)
-            query, key, value = (part.view(len(part), -1, config.head_dim) for part in rows)
+            qkv = layer.qkv(self._norm(x, layer.input_norm))
+            query, key, value = torch.split(qkv.view(len(x), -1, config.head_dim), heads, dim=1)
             key_cache, value_cache = cache.layer(index)
             rotary_embedding_and_cache(query, key, value, metadata.positions, cos, sin, key_cache, value_cache, metadata.slot_mapping)
-            x = x + layer.output(metadata.attention(query, key_cache, value_cache, self._scale).flatten(1))
-            x = x + layer.down(silu_and_mul(layer.gate_up(self._norm(x, layer.post_attention_norm))))
+            x += layer.output(metadata.attention(query, key_cache, value_cache, self._scale).flatten(1))
+            x += layer.down(silu_and_mul(layer.gate_up(self._norm(x, layer.post_attention_norm))))
             after_layer(index)
         return self._norm(x[metadata.hidden_rows], self._final_norm)
 
