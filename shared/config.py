@@ -35,7 +35,7 @@ class Settings(BaseModel):
         description="weights of an engine on a CPU. stored: as the model file has them, expanded on the fly; fp16: rounded to that; fp32; "
         "auto: stored",
     )
-    num_threads: int | None = Field(None, ge=1, description="CPU threads of a worker's engine; default: all cores")
+    num_threads: int | None = Field(None, ge=1, description="CPU threads of a worker's engine; default: all cores it may use")
 
     # Where things are
     redis_url: str = Field("redis://127.0.0.1:6379/0", description="also read from REDIS_URL")

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from services.local.child import Child
 from services.local.ports import check_port, free_port
 from services.local.redis_server import check_reachable, server_command
+from shared.available_cpus import available_cpus
 from shared.available_memory import available_memory_bytes
 from shared.config import Role, Settings, load_settings
 from shared.errors import ConfigurationError
@@ -134,7 +135,7 @@ class Stack:
         # Workers before the router: they take longest.
         counts: dict[Literal["prefill", "decode"], int] = {"prefill": plan.num_prefill, "decode": plan.num_decode}
         for role, count in counts.items():
-            num_threads = settings.num_threads or max(1, (os.cpu_count() or 1) // max(1, count))
+            num_threads = settings.num_threads or max(1, available_cpus() // max(1, count))
             for index in range(count):
                 name = f"{role}-{index}"
                 extra = {"PAGEWIRE_WORKER_ID": name + suffix, "PAGEWIRE_NUM_THREADS": str(num_threads)}

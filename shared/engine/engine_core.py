@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ import torch
 
 from kernels import cpu_attention, cpu_elementwise, cpu_rotary_embedding, cpu_sampling, gpu_attention, sampling
 from kernels.checked_copy import compiled_copies
+from shared.available_cpus import available_cpus
 from shared.batch import ScheduledRequest, SchedulerOutput
 from shared.block_hash import BlockHash
 from shared.cache.block_pool import BlockPool
@@ -74,7 +74,7 @@ class EngineCore:
         self.device = select_device(settings, self.config)
         self.dtype = default_dtype(self.device) if settings.dtype == "auto" else getattr(torch, settings.dtype)
         self.dtype_name = str(self.dtype).removeprefix("torch.")
-        torch.set_num_threads(settings.num_threads or os.cpu_count() or 1)
+        torch.set_num_threads(settings.num_threads or available_cpus())
         with ThreadPoolExecutor(1) as builder:  # a compiler's few seconds, where the kernel was never built, beside the weights
             builder.submit(compiled_copies)
             if self.device.type == "cpu":
