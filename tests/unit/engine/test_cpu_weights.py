@@ -16,7 +16,7 @@ from kernels import cpu_linear
 from kernels.build import find_cxx
 from shared.config import Settings, load_settings
 from shared.engine.engine_core import EngineCore
-from shared.engine.layers.linear import DenseLinear, PackedLinear
+from shared.engine.layers.linear import DenseLinear, Linear, PackedLinear
 from shared.engine.reference_model import forward
 from shared.engine.weights import cpu_storage, load_weights
 from shared.errors import ConfigurationError, ModelLoadError
@@ -35,6 +35,10 @@ def smollm2() -> ModelSource:
 def smollm2_engine(source: ModelSource, cpu_weights: str) -> EngineCore:
     settings = {"cpu_weights": cpu_weights, "block_size": 16, "max_num_batched_tokens": 48}
     return engine_for(source.with_cpu_weights(cpu_weights), **settings)
+
+
+def qkv_of(engine: EngineCore) -> Linear:
+    return engine.runner.model._layers[0].qkv
 
 
 @needs_compiler
@@ -72,7 +76,7 @@ def test_a_safetensors_model_keeps_its_type_and_its_values(tmp_path: Path, dtype
     weights = {name: torch.from_numpy(array).to(dtype) for name, array in tiny_weights(config).items()}
     save_file(weights, tmp_path / "model.safetensors")
     engine = engine_for(resolve_model(str(tmp_path)))
-    linear = engine.runner.model._layers[0].qkv
+    linear = qkv_of(engine)
     assert isinstance(linear, PackedLinear)
     assert [weight.type_name for weight in linear.weights] == [{"float16": "F16", "bfloat16": "BF16", "float32": "F32"}[str(dtype)[6:]]]
     plain = {name: tensor.float() for name, tensor in weights.items()}
@@ -89,7 +93,7 @@ def test_projections_of_unequal_formats_are_one_layer(tmp_path: Path) -> None:
     mixed = {name: tensor.half() if "v_proj" in name else tensor for name, tensor in weights.items()}
     save_file(mixed, tmp_path / "model.safetensors")
     engine = engine_for(resolve_model(str(tmp_path)))
-    assert [weight.type_name for weight in engine.runner.model._layers[0].qkv.weights] == ["F32", "F16"]
+    assert [weight.type_name for weight in qkv_of(engine).weights] == ["F32", "F16"]
     answers, logits = greedy(engine, PROMPTS[:1], 3)
     wanted = forward({n: t.float() for n, t in mixed.items()}, TINY_CONFIG, PROMPTS[0] + answers[0][:-1])[len(PROMPTS[0]) - 1 :]
     torch.testing.assert_close(logits[0], wanted[:, : TINY_CONFIG.tokenizer_vocab_size], atol=1e-4, rtol=1e-4)
@@ -102,7 +106,7 @@ def test_without_a_compiler_torch_gives_the_same_answers_in_every_mode(tmp_path:
     monkeypatch.setattr(cpu_linear, "_library", lambda: None)
     for mode, (answers, logits) in kernel.items():
         engine = engine_for(source, cpu_weights=mode)
-        assert isinstance(engine.runner.model._layers[0].qkv, DenseLinear)
+        assert isinstance(qkv_of(engine), DenseLinear)
         plain_answers, plain_logits = greedy(engine, PROMPTS, 4)
         assert plain_answers == answers
         for a, b in zip(plain_logits, logits, strict=True):
