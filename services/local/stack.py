@@ -74,7 +74,7 @@ class Stack:
         plan, settings = self._plan, self._settings
         check_port(settings.host, settings.port)
         self._check_roles_agree()
-        source = resolve_model(settings.model, settings.load_format)
+        source = resolve_model(settings.model, settings.load_format, settings.max_model_len)
         self._model_name = settings.served_model_name or source.name
         self._check_memory(source)
         if plan.redis_url is not None:

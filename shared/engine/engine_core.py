@@ -21,8 +21,8 @@ from shared.engine.device import default_dtype, select_device
 from shared.engine.kv_cache import KVCache
 from shared.engine.layer_groups import OnLayers, num_groups
 from shared.engine.model_runner import ModelRunner
-from shared.engine.models.llama import LlamaForCausalLM
-from shared.engine.rotary import RotaryTable
+from shared.engine.models.registry import build_model
+from shared.engine.rotary import RotaryTables
 from shared.engine.weights import available_bytes, load_weights
 from shared.errors import ConfigurationError
 from shared.messages import PromptLogprobs
@@ -83,7 +83,7 @@ class EngineCore:
         self.max_model_len = min(
             self.config.max_model_len, settings.max_model_len or self.config.max_model_len, num_blocks * settings.block_size
         )
-        model = LlamaForCausalLM(self.config, weights, RotaryTable(self.config, self.max_model_len, self.device))
+        model = build_model(self.config, weights, RotaryTables(self.config, self.max_model_len, self.device))
         self.cache = KVCache(self.config, num_blocks, settings.block_size, self.dtype, self.device, is_cache_shared)
         self.root = KVFormat(self.dtype_name, settings.block_size, settings.kv_wire_dtype).root(source.fingerprint)
         pool = BlockPool(num_blocks, lambda h: on_cached([h]), lambda h: on_evicted([h]))
@@ -138,7 +138,8 @@ class EngineCore:
         row_size = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         rows = torch.zeros(1, row_size, dtype=self.dtype, device=self.device)
         query = rows[:, : config.num_heads * config.head_dim].view(1, config.num_heads, config.head_dim)
-        gpu_attention.prepare(query, *self.cache.layer(0))
+        for window in {config.sliding_window(layer) for layer in range(config.num_layers)}:
+            gpu_attention.prepare(query, *self.cache.layer(0), sliding_window=window, soft_cap=config.attention_soft_cap)
 
     def _time_step(self, num_tokens: int) -> float:
         request = Request("warm-up", [0] * num_tokens, arrival_s=0.0, deadline_at_s=0.0)

@@ -10,13 +10,13 @@ from shared.engine.attention_metadata import AttentionMetadata
 from shared.engine.device import to_device
 from shared.engine.kv_cache import KVCache
 from shared.engine.layer_groups import LayerGroups, OnLayers
-from shared.engine.models.llama import LlamaForCausalLM
+from shared.engine.models.causal_lm import CausalLM
 from shared.engine.prompt_logprobs import score_prompts
 from shared.messages import PromptLogprobs
 
 
 class ModelRunner:
-    def __init__(self, model: LlamaForCausalLM, cache: KVCache, manager: KVCacheManager, num_layer_groups: int) -> None:
+    def __init__(self, model: CausalLM, cache: KVCache, manager: KVCacheManager, num_layer_groups: int) -> None:
         self.model = model
         self.cache = cache
         self._manager = manager

@@ -45,7 +45,10 @@ def read_weight(source: ModelSource, expected: ExpectedWeight, stored: StoredTen
     """One tensor as float32, rows in Hugging Face's order."""
     permuted = source.format == "gguf" and expected.permuted_heads > 0
     row_order = unpermuted_rows(expected.shape[0], expected.permuted_heads) if permuted else None
-    return dequantize(stored, row_order=row_order)
+    array = dequantize(stored, row_order=row_order)
+    if source.format == "gguf" and expected.gguf_offset:
+        array -= np.float32(expected.gguf_offset)
+    return array
 
 
 class PendingWeights:

@@ -45,7 +45,7 @@ def run_worker(role: str, settings: Settings, build: Callable[[], BuildWorker]) 
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     tracer = telemetry.setup_tracing(f"pagewire-{role}")
     try:
-        source = resolve_model(settings.model, settings.load_format)
+        source = resolve_model(settings.model, settings.load_format, settings.max_model_len)
         # The default engine wants fp32 on the CPU: read the weights while torch, which knows whether there is a GPU, is being imported.
         is_fp32_on_cpu = settings.dtype in ("auto", "float32") and not may_use_gpu(settings.device) and source.format != "dummy"
         pending = start_loading(source, report_progress) if is_fp32_on_cpu else None

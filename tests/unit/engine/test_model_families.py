@@ -1,0 +1,77 @@
+"""Each family through files, paged blocks, chunks and batches against `transformers`, on a small model with random weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from family_models import CASES, FamilyCase, logits_of, make_model, write_model
+from test_engine_core import engine_for, greedy
+from tiny_models import TINY_TOKENS
+
+from shared.engine.models.registry import BUILDERS
+from shared.model_files.model_config import Architecture, ModelConfig
+from shared.model_files.model_source import ModelSource, resolve_model
+
+NUM_ANSWERED = 8
+TOLERANCE = 1e-4
+"""Of the spread of the logits."""
+
+
+def prompt_of(length: int) -> list[int]:
+    return [(11 * length + 37 * i + i * i) % len(TINY_TOKENS) for i in range(length)]
+
+
+def source_of(directory: Path, case: FamilyCase) -> ModelSource:
+    return resolve_model(str(directory), max_model_len=case.max_model_len)
+
+
+def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """The largest, as a share of the spread."""
+    return float((ours - theirs).abs().max() / (theirs.max() - theirs.min()))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_and_greedy_tokens_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    model = make_model(case)
+    write_model(model, tmp_path)
+    engine = engine_for(source_of(tmp_path, case), num_blocks=200, max_model_len=case.max_model_len)
+    prompts = [prompt_of(length) for length in case.prompt_lengths]
+    # The second time around prompts find their blocks in the cache.
+    for _ in range(2):
+        answers, logits = greedy(engine, prompts, NUM_ANSWERED)
+        for prompt, answer, rows in zip(prompts, answers, logits, strict=True):
+            theirs = logits_of(model, [*prompt, *answer[:-1]])[len(prompt) - 1 :]
+            assert difference(rows, theirs) < TOLERANCE
+            assert theirs.argmax(-1).tolist() == answer
+    assert engine.manager.num_hit_tokens > 0
+
+
+@pytest.mark.parametrize(("name", "field"), [(name, field) for name, case in CASES.items() for field in case.without])
+def test_every_fact_of_the_configuration_matters(tmp_path: Path, name: str, field: str) -> None:
+    """Or the comparison above would not see it."""
+    case = CASES[name]
+    write_model(make_model(case), tmp_path)
+    source = source_of(tmp_path, case)
+    default = next(known.default for known in dataclasses.fields(ModelConfig) if known.name == field)
+    changed = dataclasses.replace(source, config=dataclasses.replace(source.config, **{field: default}))
+    prompt = prompt_of(max(case.prompt_lengths))
+    with_it, without_it = (greedy(engine_for(each, max_model_len=case.max_model_len), [prompt], 1)[1][0] for each in (source, changed))
+    assert difference(without_it, with_it) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen3 moe", "gemma2", "gemma3"])
+def test_bf16_stays_near(tmp_path: Path, name: str) -> None:
+    model = make_model(CASES[name])
+    write_model(model, tmp_path)
+    prompt = prompt_of(30)
+    _, logits = greedy(engine_for(source_of(tmp_path, CASES[name]), dtype="bfloat16"), [prompt], 1)
+    assert difference(logits[0], logits_of(model, prompt)[-1:]) < 0.1
+
+
+def test_every_family_of_the_configuration_has_a_builder() -> None:
+    assert set(BUILDERS) == set(get_args(Architecture))
