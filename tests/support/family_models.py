@@ -55,7 +55,7 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+MIXTURE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 _CAPS = {"attn_logit_softcapping": 4.0, "final_logit_softcapping": 6.0}
 _GEMMA = {"head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 10}
 _GEMMA3_ROPE = {
@@ -79,9 +79,9 @@ CASES = {
     "qwen2 with yarn": FamilyCase("Qwen2Config", {"rope_parameters": _YARN}, without=("rope_scaling",)),
     "qwen3": FamilyCase("Qwen3Config", {"head_dim": 24}),
     "qwen3 moe": FamilyCase(
-        "Qwen3MoeConfig", {**_MOE, "num_hidden_layers": 3, "head_dim": 16, "mlp_only_layers": [1], "norm_topk_prob": True}
+        "Qwen3MoeConfig", {**MIXTURE, "num_hidden_layers": 3, "head_dim": 16, "mlp_only_layers": [1], "norm_topk_prob": True}
     ),
-    "qwen3 moe, weights as they are": FamilyCase("Qwen3MoeConfig", {**_MOE, "head_dim": 16, "norm_topk_prob": False}),
+    "qwen3 moe, weights as they are": FamilyCase("Qwen3MoeConfig", {**MIXTURE, "head_dim": 16, "norm_topk_prob": False}),
     "gemma2": FamilyCase(
         "Gemma2Config",
         {**_GEMMA, **_CAPS, "num_hidden_layers": 3},

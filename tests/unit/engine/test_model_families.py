@@ -8,7 +8,10 @@ from typing import get_args
 
 import pytest
 import torch
-from family_models import CASES, FamilyCase, logits_of, make_model, write_model
+from family_gguf import write_family_gguf
+from family_models import CASES, MIXTURE, WINDOW, FamilyCase, logits_of, make_model, write_model
+from gguf import MODEL_ARCH
+from safetensors.torch import load_file
 from test_engine_core import engine_for, greedy
 from tiny_models import TINY_TOKENS
 
@@ -62,6 +65,41 @@ def test_every_fact_of_the_configuration_matters(tmp_path: Path, name: str, fiel
     prompt = prompt_of(max(case.prompt_lengths))
     with_it, without_it = (greedy(engine_for(each, max_model_len=case.max_model_len), [prompt], 1)[1][0] for each in (source, changed))
     assert difference(without_it, with_it) > 100 * TOLERANCE
+
+
+PLAIN_GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": WINDOW}
+GGUF_CASES = {
+    "llama": (MODEL_ARCH.LLAMA, FamilyCase("LlamaConfig")),
+    "mixtral": (MODEL_ARCH.LLAMA, FamilyCase("MixtralConfig", {"num_local_experts": 5, "sliding_window": None})),
+    "smollm3": (MODEL_ARCH.SMOLLM3, FamilyCase("SmolLM3Config", {"num_hidden_layers": 4})),
+    "qwen2": (MODEL_ARCH.QWEN2, FamilyCase("Qwen2Config")),
+    "qwen2 with yarn": (MODEL_ARCH.QWEN2, CASES["qwen2 with yarn"]),
+    "qwen3": (MODEL_ARCH.QWEN3, CASES["qwen3"]),
+    "qwen3 moe": (
+        MODEL_ARCH.QWEN3MOE,
+        FamilyCase("Qwen3MoeConfig", {**MIXTURE, "head_dim": 16, "norm_topk_prob": True}),
+    ),
+    "gemma2": (MODEL_ARCH.GEMMA2, FamilyCase("Gemma2Config", {**PLAIN_GEMMA, "attn_logit_softcapping": 4.0, "num_hidden_layers": 3})),
+    "gemma3": (MODEL_ARCH.GEMMA3, FamilyCase("Gemma3TextConfig", {**PLAIN_GEMMA, "num_hidden_layers": 7})),
+    "phi3": (MODEL_ARCH.PHI3, CASES["phi3"]),
+    "phi4, long context": (MODEL_ARCH.PHI3, CASES["phi4, long context"]),
+    "phi4, original context": (MODEL_ARCH.PHI3, CASES["phi4, original context"]),
+}
+
+
+@pytest.mark.parametrize("name", GGUF_CASES)
+def test_gguf_gives_the_same_model(tmp_path: Path, name: str) -> None:
+    architecture, case = GGUF_CASES[name]
+    model = make_model(case)
+    write_model(model, tmp_path)
+    checkpoint = load_file(tmp_path / "model.safetensors")
+    write_family_gguf(tmp_path / "m.gguf", model, checkpoint, architecture)
+    source = resolve_model(str(tmp_path / "m.gguf"), max_model_len=case.max_model_len)
+    prompt = prompt_of(30)
+    (answer,), (rows,) = greedy(engine_for(source, max_model_len=case.max_model_len), [prompt], NUM_ANSWERED)
+    theirs = logits_of(model, [*prompt, *answer[:-1]])[len(prompt) - 1 :]
+    assert difference(rows, theirs) < TOLERANCE
+    assert theirs.argmax(-1).tolist() == answer
 
 
 @pytest.mark.parametrize("name", ["mistral", "qwen3 moe", "gemma2", "gemma3"])
