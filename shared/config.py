@@ -30,6 +30,9 @@ class Settings(BaseModel):
     load_format: Literal["auto", "dummy"] = Field(
         "auto", description="dummy: random weights for a Hugging Face directory that has none, to measure speed"
     )
+    tensor_parallel_size: int = Field(
+        1, ge=1, le=64, description="decode in aggregated mode: processes, on GPUs one for each, that share each layer of the model"
+    )
     num_threads: int | None = Field(None, ge=1, description="CPU threads of a worker's engine; default: all cores")
 
     # Where things are

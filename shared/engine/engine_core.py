@@ -23,7 +23,11 @@ from shared.engine.kv_cache import KVCache
 from shared.engine.layer_groups import OnLayers, num_groups
 from shared.engine.model_runner import ModelRunner
 from shared.engine.models.registry import build_model
+from shared.engine.prompt_logprobs import score_prompts
 from shared.engine.rotary import RotaryTables
+from shared.engine.step_input import StepInput
+from shared.engine.tensor_parallel.followers import Followers
+from shared.engine.tensor_parallel.sharding import Shard
 from shared.engine.weights import available_bytes, load_weights
 from shared.errors import ConfigurationError
 from shared.messages import PromptLogprobs
@@ -70,26 +74,52 @@ class EngineCore:
         """`is_cache_shared`: other processes of this host may read the KV cache."""
         self.settings = settings
         self.config = source.config
-        self.device = select_device(settings, self.config)
+        self.shard = Shard(0, settings.tensor_parallel_size) if settings.tensor_parallel_size > 1 else None
+        self._rank_config = self.config if self.shard is None else self.shard.config(self.config)
+        self.device = select_device(settings, self._rank_config)
         self.dtype = default_dtype(self.device) if settings.dtype == "auto" else getattr(torch, settings.dtype)
         self.dtype_name = str(self.dtype).removeprefix("torch.")
-        torch.set_num_threads(settings.num_threads or os.cpu_count() or 1)
+        torch.set_num_threads(settings.num_threads or max(1, (os.cpu_count() or 1) // settings.tensor_parallel_size))
+        num_blocks = self._num_blocks()
+        self.max_model_len = min(
+            self.config.max_model_len, settings.max_model_len or self.config.max_model_len, num_blocks * settings.block_size
+        )
+        self._followers: Followers | None = None
+        if self.shard is not None:
+            self._followers = Followers(settings, self.dtype_name, self.device, num_blocks, self.max_model_len)
+        self.is_broken = False
+        """A rank may have stopped in the middle of a step: no other can be computed."""
+        try:
+            self._set_up(source, num_blocks, on_cached, on_evicted, progress, pending, is_cache_shared)
+        except BaseException:
+            self.close()
+            raise
+
+    def _set_up(
+        self,
+        source: ModelSource,
+        num_blocks: int,
+        on_cached: Callable[[Iterable[BlockHash]], None],
+        on_evicted: Callable[[Iterable[BlockHash]], None],
+        progress: Callable[[float], None] | None,
+        pending: PendingWeights | None,
+        is_cache_shared: bool,
+    ) -> None:
+        settings = self.settings
         with ThreadPoolExecutor(1) as builder:  # a compiler's few seconds, where the kernel was never built, beside the weights
             builder.submit(compiled_copies)
             if self.device.type == "cpu":
                 builder.submit(cpu_attention.prepare, self.dtype, self.config.head_dim)
                 builder.submit(cpu_rotary_embedding.prepare, self.dtype)
                 builder.submit(cpu_sampling.prepare)
-            weights = load_weights(source, self.dtype, self.device, progress, pending)
-        num_blocks = self._num_blocks()
-        self.max_model_len = min(
-            self.config.max_model_len, settings.max_model_len or self.config.max_model_len, num_blocks * settings.block_size
-        )
-        model = build_model(self.config, weights, RotaryTables(self.config, self.max_model_len, self.device))
-        self.cache = KVCache(self.config, num_blocks, settings.block_size, self.dtype, self.device, is_cache_shared)
+            weights = load_weights(source, self.dtype, self.device, progress, pending, self.shard)
+        self._check_room(num_blocks)
+        reduce = self._followers.join() if self._followers is not None else None
+        model = build_model(self._rank_config, weights, RotaryTables(self.config, self.max_model_len, self.device), reduce)
+        self.cache = KVCache(self._rank_config, num_blocks, settings.block_size, self.dtype, self.device, is_cache_shared)
         self.root = KVFormat(self.dtype_name, settings.block_size, settings.kv_wire_dtype).root(source.fingerprint)
         pool = BlockPool(num_blocks, lambda h: on_cached([h]), lambda h: on_evicted([h]))
-        self.manager = KVCacheManager(pool, settings.block_size, self.root, settings.enable_prefix_caching, self.cache.copy_block)
+        self.manager = KVCacheManager(pool, settings.block_size, self.root, settings.enable_prefix_caching, self._copy_block)
         self.scheduler = Scheduler(
             self.manager,
             SchedulerLimits(
@@ -101,25 +131,41 @@ class EngineCore:
             ),
         )
         self.num_layer_groups = num_groups(settings.kv_layer_groups, self.config.num_layers, self.device)
-        self.runner = ModelRunner(model, self.cache, self.manager, self.num_layer_groups)
+        self.runner = ModelRunner(model, self.cache, self.num_layer_groups)
         self.num_steps = 0
         self._warm_up()
 
     def _num_blocks(self) -> int:
         settings = self.settings
-        block_nbytes = KVCache.bytes_per_block(self.config, settings.block_size, self.dtype.itemsize)
+        block_nbytes = self._block_nbytes
         num_blocks = settings.num_blocks or int(settings.kv_cache_gib * (1 << 30)) // block_nbytes
-        available = available_bytes(self.device)
-        if available is not None and num_blocks * block_nbytes > available:
-            raise ConfigurationError(
-                f"a KV cache of {num_blocks} blocks takes {num_blocks * block_nbytes >> 20} MiB and {available >> 20} MiB are free on the "
-                f"{self.device.type}; set PAGEWIRE_KV_CACHE_GIB or PAGEWIRE_NUM_BLOCKS lower"
-            )
         if num_blocks < 2:
             raise ConfigurationError(
                 f"kv_cache_gib = {settings.kv_cache_gib} holds {num_blocks} blocks of {block_nbytes >> 10} KiB; 2 are the least"
             )
         return num_blocks
+
+    @property
+    def _block_nbytes(self) -> int:
+        return KVCache.bytes_per_block(self._rank_config, self.settings.block_size, self.dtype.itemsize)
+
+    def _check_room(self, num_blocks: int) -> None:
+        available, needed = available_bytes(self.device), num_blocks * self._block_nbytes
+        if available is not None and needed > available:
+            raise ConfigurationError(
+                f"a KV cache of {num_blocks} blocks takes {needed >> 20} MiB and {available >> 20} MiB are free on the "
+                f"{self.device.type}; set PAGEWIRE_KV_CACHE_GIB or PAGEWIRE_NUM_BLOCKS lower"
+            )
+
+    def _copy_block(self, source: int, target: int) -> None:
+        if self._followers is not None:
+            self._followers.copy_block(source, target)
+        self.cache.copy_block(source, target)
+
+    def close(self) -> None:
+        """End the other ranks, if there are any. Safe to call again."""
+        if self._followers is not None:
+            self._followers.close()
 
     def _warm_up(self) -> None:
         """Prompts through the model before anyone waits for one; their times are the scheduler's first estimate."""
@@ -136,7 +182,7 @@ class EngineCore:
 
     def _prepare_gpu_kernels(self) -> None:
         """Compile and load what requests would otherwise wait for."""
-        config = self.config
+        config = self._rank_config
         row_size = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         rows = torch.zeros(1, row_size, dtype=self.dtype, device=self.device)
         query = rows[:, : config.num_heads * config.head_dim].view(1, config.num_heads, config.head_dim)
@@ -149,12 +195,24 @@ class EngineCore:
             raise ConfigurationError("the KV cache is too small for one prompt; raise PAGEWIRE_NUM_BLOCKS")
         try:
             start_s = time.monotonic()
-            hidden, _ = self.runner.execute(SchedulerOutput([ScheduledRequest(request, 0, num_tokens)]))
+            hidden = self._forward(SchedulerOutput([ScheduledRequest(request, 0, num_tokens)]))
             sampling.greedy_tokens(self.runner.compute_logits(hidden))
             self.runner.wait()
             return time.monotonic() - start_s
         finally:
             self.manager.free(request.request_id)
+
+    def _forward(self, output: SchedulerOutput, on_layers: OnLayers | None = None) -> torch.Tensor:
+        """The last hidden states of the requests that complete, then those to score."""
+        step = StepInput.of(output, [self.manager.block_ids(row.request.request_id) for row in output.scheduled])
+        if self._followers is None:
+            return self.runner.forward(step, on_layers)
+        try:
+            self._followers.step(step)
+            return self.runner.forward(step, on_layers)
+        except BaseException:
+            self.is_broken = True
+            raise
 
     def schedule(self) -> SchedulerOutput | None:
         """None when nothing can run now."""
@@ -162,9 +220,13 @@ class EngineCore:
         return output if output is not None and output.scheduled else None
 
     def run(self, output: SchedulerOutput, on_layers: OnLayers | None = None) -> StepResult:
-        """Compute what was scheduled and book it. `on_layers`: see ModelRunner.execute."""
+        """Compute what was scheduled and book it. `on_layers`: see ModelRunner.forward."""
         start_ns, start_s = time.time_ns(), time.monotonic()
-        hidden, prompt_logprobs = self.runner.execute(output, on_layers)
+        hidden = self._forward(output, on_layers)
+        num_completing = sum(row.completes for row in output.scheduled)
+        scored = [row for row in output.scheduled if row.scored_positions]
+        hidden, to_score = hidden[:num_completing], hidden[num_completing:]
+        prompt_logprobs = score_prompts(to_score, scored, self.runner.compute_logits, self.config.tokenizer_vocab_size)
         self.runner.wait()  # whoever gives blocks back after this knows that nothing reads or writes them any more
         self.scheduler.update(output, time.monotonic() - start_s)
         self.num_steps += 1

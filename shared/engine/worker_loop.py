@@ -180,6 +180,7 @@ class WorkerLoop(ABC):
             self.fail_all("the worker is shutting down")
             self.close_transport()
             self.rpc.close()
+            self.engine.close()
 
     def stop(self) -> None:
         """From any thread or a signal handler."""
@@ -214,7 +215,7 @@ class WorkerLoop(ABC):
         logger.exception("step of %d tokens failed", output.num_tokens)
         self.on_step_failed(output, error)
         self._num_failures += 1
-        if self._num_failures >= MAX_CONSECUTIVE_FAILURES:
+        if self.engine.is_broken or self._num_failures >= MAX_CONSECUTIVE_FAILURES:
             # The engine itself is broken (a sticky device error, say): a fresh process is better than one that refuses all.
             raise error
 

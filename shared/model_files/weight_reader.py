@@ -22,9 +22,9 @@ NUM_LOADING_THREADS = 2
 _GIB = 1 << 30
 
 
-def check_fits(source: ModelSource, bytes_per_parameter: int, available_bytes: int | None, where: str = "memory") -> None:
+def check_fits(source: ModelSource, bytes_per_parameter: float, available_bytes: int | None, where: str = "memory") -> None:
     """ModelLoadError when the weights alone are more than what is free. None: unknown, let it try."""
-    needed = source.num_parameters * bytes_per_parameter
+    needed = int(source.num_parameters * bytes_per_parameter)
     if available_bytes is not None and needed > available_bytes:
         raise ModelLoadError(
             f"{source.name} needs {needed / _GIB:.1f} GiB of {where} for its weights and {available_bytes / _GIB:.1f} GiB is free: "

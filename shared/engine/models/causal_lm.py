@@ -29,7 +29,7 @@ class CausalLM:
     ) -> None:
         """`has_scaled_embedding`: times the square root of hidden_size, rounded to the weights' type."""
         self.config = config
-        self._layers = layers
+        self.layers = layers
         self._embed = weights.pop("model.embed_tokens.weight")
         self._final_norm = norm(weights.pop("model.norm.weight"), config.rms_norm_eps)
         head = self._embed if config.tie_word_embeddings else weights.pop("lm_head.weight")
@@ -50,7 +50,7 @@ class CausalLM:
         x = F.embedding(token_ids, self._embed)  # [num_tokens, hidden_size]
         if self._embedding_scale is not None:
             x = x * self._embedding_scale
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(self.layers):
             x = layer(x, metadata, *cache.layer(index))
             after_layer(index)
         return self._final_norm(x[metadata.hidden_rows])

@@ -14,6 +14,7 @@ from shared.engine.models.phi3 import build_phi3
 from shared.engine.models.qwen3 import build_qwen3
 from shared.engine.models.qwen3_moe import build_qwen3_moe
 from shared.engine.rotary import RotaryTables
+from shared.engine.tensor_parallel.sharding import Reduce
 from shared.errors import ModelLoadError
 from shared.model_files.model_config import Architecture, ModelConfig
 
@@ -32,11 +33,14 @@ BUILDERS: dict[Architecture, Callable[[ModelConfig, Weights, RotaryTables], Caus
 }
 
 
-def build_model(config: ModelConfig, weights: Weights, rotary: RotaryTables) -> CausalLM:
-    """Empties `weights` (Hugging Face's names), so that memory is not held twice. Raises ModelLoadError for a family that has no file."""
+def build_model(config: ModelConfig, weights: Weights, rotary: RotaryTables, reduce: Reduce | None = None) -> CausalLM:
+    """Empties `weights` (Hugging Face's names), so that memory is not held twice. Raises ModelLoadError for a family that has no file.
+    `reduce`: what each rank's attention and feed-forward parts give is put together by this."""
     builder = BUILDERS.get(config.architecture)
     if builder is None:
         raise ModelLoadError(f"family {config.architecture!r} is not supported; supported: {', '.join(BUILDERS)}")
     model = builder(config, weights, rotary)
+    if reduce is not None:
+        model.layers = [layer.summed_over_ranks(reduce) for layer in model.layers]
     assert not weights, f"{config.architecture} leaves weights unused: {', '.join(list(weights)[:8])}"
     return model
