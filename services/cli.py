@@ -40,6 +40,9 @@ def up(
     host: Annotated[str | None, typer.Option(help="Address the router listens on. Default: 127.0.0.1.")] = None,
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port the router listens on. Default: 8000.")] = None,
     aggregated: Annotated[bool, typer.Option("--aggregated", help="No prefill workers: decode workers compute prompts too.")] = False,
+    tensor_parallel: Annotated[
+        int | None, typer.Option(min=1, help="Processes (on GPUs: one for each) that share each layer; with --aggregated. Default: 1.")
+    ] = None,
     transport: Annotated[str | None, typer.Option(help="How KV travels: cuda, shm, ipc or tcp. Default: the fastest.")] = None,
     load_format: Annotated[str | None, typer.Option(help="dummy: random weights, for a directory that has none.")] = None,
     kv_wire_dtype: Annotated[str | None, typer.Option(help="How KV values travel: auto (unchanged) or fp8 (a quarter of fp32).")] = None,
@@ -63,7 +66,10 @@ def up(
         kv_transport=transport,
         kv_wire_dtype=kv_wire_dtype,
         load_format=load_format,
+        tensor_parallel_size=tensor_parallel,
     )
+    if settings.tensor_parallel_size > 1 and not settings.aggregated:
+        raise ConfigurationError("--tensor-parallel needs --aggregated: KV of several ranks cannot go from one worker to another yet")
     if settings.aggregated and prefill is not None:
         raise ConfigurationError("--prefill and --aggregated exclude each other: an aggregated system has no prefill workers")
     num_prefill = 0 if settings.aggregated else prefill or 1

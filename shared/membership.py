@@ -46,6 +46,7 @@ class WorkerRecord(BaseModel):
     dtype: str
     kv_wire_dtype: Literal["auto", "fp8"] = "auto"
     block_size: int
+    tensor_parallel_size: int = 1
     num_blocks: int
     max_model_len: int
     vocab_size: int

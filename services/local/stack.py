@@ -124,7 +124,7 @@ class Stack:
         # Workers before the router: they take longest.
         counts: dict[Literal["prefill", "decode"], int] = {"prefill": plan.num_prefill, "decode": plan.num_decode}
         for role, count in counts.items():
-            num_threads = settings.num_threads or max(1, (os.cpu_count() or 1) // max(1, count))
+            num_threads = settings.num_threads or max(1, (os.cpu_count() or 1) // max(1, count * settings.tensor_parallel_size))
             for index in range(count):
                 name = f"{role}-{index}"
                 extra = {"PAGEWIRE_WORKER_ID": name + suffix, "PAGEWIRE_NUM_THREADS": str(num_threads)}
@@ -141,9 +141,10 @@ class Stack:
         environ["PAGEWIRE_KV_TRANSPORT"] = self._settings.kv_transport
         environ["PAGEWIRE_LOAD_FORMAT"] = self._settings.load_format
         environ["PAGEWIRE_KV_WIRE_DTYPE"] = self._settings.kv_wire_dtype
+        environ["PAGEWIRE_TENSOR_PARALLEL_SIZE"] = str(self._settings.tensor_parallel_size)
         environ |= {"REDIS_URL": redis_url, "PAGEWIRE_REDIS_URL": redis_url}
         # What was settled here must not be settled otherwise for one role.
-        for setting in ("MODEL", "REDIS_URL", "HOST", "PORT", "WORKER_ID", "AGGREGATED"):
+        for setting in ("MODEL", "REDIS_URL", "HOST", "PORT", "WORKER_ID", "AGGREGATED", "TENSOR_PARALLEL_SIZE"):
             environ.pop(f"PAGEWIRE_{role.upper()}_{setting}", None)
         child = Child(name, [sys.executable, "-m", f"services.{role}"], environ)
         child.start()

@@ -66,7 +66,8 @@ class Worker:
 
     @property
     def kv_format(self) -> KVFormat:
-        return KVFormat(self.record.dtype, self.record.block_size, self.record.kv_wire_dtype)
+        record = self.record
+        return KVFormat(record.dtype, record.block_size, record.kv_wire_dtype, record.tensor_parallel_size)
 
     @property
     def kv_peer(self) -> KVPeer:

@@ -162,6 +162,11 @@ class EngineCore:
             self._followers.copy_block(source, target)
         self.cache.copy_block(source, target)
 
+    def check_ranks(self) -> None:
+        """Raises RankLostError when another rank has ended."""
+        if self._followers is not None:
+            self._followers.check()
+
     def close(self) -> None:
         """End the other ranks, if there are any. Safe to call again."""
         if self._followers is not None:

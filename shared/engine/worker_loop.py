@@ -195,6 +195,7 @@ class WorkerLoop(ABC):
         self._drain_inbox()
         if not self.prefixes.is_alive:
             raise RuntimeError("the KV transfer has stopped; a fresh process can serve, this one cannot")
+        self.engine.check_ranks()
         self.before_schedule()
         output = self.engine.schedule()
         if output is None:
@@ -299,13 +300,14 @@ class WorkerLoop(ABC):
             role=self.role,
             incarnation=self.incarnation,
             rpc_endpoint=self.rpc.endpoint,
-            kv_ctrl_endpoint=self.prefixes.receiver.ctrl_endpoint,
+            kv_ctrl_endpoint=self.prefixes.receiver.ctrl_endpoint if self.engine.shard is None else None,
             kv_server_key=self.prefixes.receiver.server_key,
             model_name=self._source.name,
             model_fingerprint=self._source.fingerprint,
             dtype=self.engine.dtype_name,
             kv_wire_dtype=self.settings.kv_wire_dtype,
             block_size=self.settings.block_size,
+            tensor_parallel_size=self.settings.tensor_parallel_size,
             num_blocks=len(self.engine.manager.pool.blocks),
             max_model_len=self.engine.max_model_len,
             vocab_size=self.engine.config.tokenizer_vocab_size,

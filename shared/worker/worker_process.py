@@ -48,8 +48,8 @@ def run_worker(role: str, settings: Settings, build: Callable[[], BuildWorker]) 
         source = resolve_model(settings.model, settings.load_format, settings.max_model_len)
         # The default engine wants fp32 on the CPU: read the weights while torch, which knows whether there is a GPU, is being imported.
         is_fp32_on_cpu = settings.dtype in ("auto", "float32") and not may_use_gpu(settings.device) and source.format != "dummy"
-        is_fp32_on_cpu = is_fp32_on_cpu and settings.tensor_parallel_size == 1
-        pending = start_loading(source, report_progress) if is_fp32_on_cpu else None
+        is_whole = settings.tensor_parallel_size == 1
+        pending = start_loading(source, report_progress) if is_fp32_on_cpu and is_whole else None
         worker = build()(source, settings, tracer, report_progress, pending)
         if settings.metrics_port:
             start_http_server(settings.metrics_port, registry=WorkerMetrics.registry_of(worker.record))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import select
 import socket
 import struct
@@ -19,6 +20,7 @@ from shared.engine.tensor_parallel.collectives import TIMEOUT_S, Collectives
 from shared.engine.tensor_parallel.rank_messages import Kind, RankChannel, RankSetup
 from shared.engine.tensor_parallel.sharding import Reduce, Shard
 from shared.errors import ConfigurationError, PagewireError
+from shared.worker.process import DIE_WITH_PARENT_VARIABLE, STATUS_FD_VARIABLE
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +59,10 @@ class Followers:
         ours, theirs = socket.socketpair()
         ours.settimeout(TIMEOUT_S)
         command = [sys.executable, "-m", "shared.engine.tensor_parallel.follower", str(theirs.fileno())]
+        environ = {name: value for name, value in os.environ.items() if name != STATUS_FD_VARIABLE}
+        environ[DIE_WITH_PARENT_VARIABLE] = str(os.getpid())
         with theirs:
-            self._processes[rank] = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            self._processes[rank] = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environ)
         self._channels[rank] = RankChannel(ours)
         self._tell(rank, Kind.SET_UP, setup.model_dump_json(exclude={"settings": {"api_keys"}}).encode())
 
@@ -83,6 +87,11 @@ class Followers:
         """Raises RankLostError."""
         for rank in self._channels:
             self._tell(rank, Kind.COPY_BLOCK, struct.pack("<2q", source, target))
+
+    def check(self) -> None:
+        """Raises RankLostError when one of them has ended."""
+        for rank in self._processes:
+            self._check(rank)
 
     def close(self) -> None:
         """They end when nobody speaks to them any more; after two seconds they are killed."""

@@ -43,7 +43,12 @@ def ranks_of(engine: EngineCore) -> list[psutil.Process]:
     return [child for child in psutil.Process().children() if "shared.engine.tensor_parallel.follower" in child.cmdline()]
 
 
-@pytest.mark.parametrize(("name", "size"), [("llama", 2), ("llama", 4), ("mixtral", 2), ("qwen2", 4), ("phi3", 2), ("gemma3", 2)])
+_LONG = [("qwen2", 4), ("phi3", 2), ("gemma3", 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("llama", 4), ("mixtral", 2), *(pytest.param(*case, marks=pytest.mark.long) for case in [("llama", 2), *_LONG])]
+)
 def test_ranks_together_give_the_logits_and_tokens_of_one(tmp_path: Path, name: str, size: int) -> None:
     """Chunks of prompts, batches, blocks from the cache; 4 ranks share 2 KV heads."""
     case = CASES[name]
