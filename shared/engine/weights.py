@@ -1,17 +1,20 @@
-"""Model weights as torch tensors under Hugging Face's Llama names, from GGUF or safetensors."""
+"""Model weights as torch tensors under Hugging Face's names, from GGUF or safetensors, each read straight to its place."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from shared.available_memory import available_memory_bytes
 from shared.engine.dummy_weights import dummy_weight
 from shared.model_files.model_source import ModelSource
 from shared.model_files.stored_tensor import StoredTensor
+from shared.model_files.weight_layout import weight_buffers
 from shared.model_files.weight_names import ExpectedWeight, expected_weights
 from shared.model_files.weight_reader import NUM_LOADING_THREADS, PendingWeights, check_fits, read_weight, start_loading
 
@@ -26,15 +29,34 @@ def available_bytes(device: torch.device) -> int | None:
     return available_memory_bytes()
 
 
-def _load_one(
-    source: ModelSource, expected: ExpectedWeight, stored: StoredTensor, dtype: torch.dtype, device: torch.device
-) -> tuple[str, torch.Tensor]:
-    if source.format == "safetensors" and _SAME_TYPE.get(stored.type_name) is dtype:
+def _places(expected: Sequence[ExpectedWeight], dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
+    shapes = {weight.name: weight.shape for weight in expected}
+    places: dict[str, torch.Tensor] = {}
+    for buffer in weight_buffers(expected):
+        memory = torch.empty(buffer.size, dtype=dtype, device=device)
+        for name, start in buffer.starts.items():
+            places[name] = memory[start : start + math.prod(shapes[name])].view(shapes[name])
+    return places
+
+
+def _wrapped(arrays: dict[str, NDArray[np.float32]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same memory as tensors, those of one buffer still in one piece; takes the arrays out."""
+    memories: dict[int, torch.Tensor] = {}
+    for name in list(arrays):
+        array = arrays.pop(name)
+        owner = array if array.base is None else array.base
+        memory = memories.setdefault(id(owner), torch.from_numpy(owner).view(-1))
+        start = (array.ctypes.data - memory.data_ptr()) // array.itemsize
+        yield name, memory[start : start + array.size].view(array.shape)
+
+
+def _load_one(source: ModelSource, expected: ExpectedWeight, stored: StoredTensor, place: torch.Tensor) -> None:
+    if source.format == "safetensors" and _SAME_TYPE.get(stored.type_name) is place.dtype:
         # Already what is wanted: no way round through float32. The copy detaches it from the read-only map.
-        tensor = torch.from_numpy(np.array(stored.data).view(np.int16)).view(dtype).reshape(expected.shape)
+        tensor = torch.from_numpy(np.array(stored.data).view(np.int16)).view(place.dtype).reshape(expected.shape)
     else:
-        tensor = torch.from_numpy(read_weight(source, expected, stored)).to(dtype)
-    return expected.name, tensor.to(device)
+        tensor = torch.from_numpy(read_weight(source, expected, stored)).to(place.dtype)
+    place.copy_(tensor)
 
 
 def load_weights(
@@ -53,21 +75,24 @@ def load_weights(
     device = torch.device(device)
     if source.format == "dummy":
         check_fits(source, dtype.itemsize, available_bytes(device), "GPU memory" if device.type == "cuda" else "memory")
-        return {w.name: dummy_weight(w, seed, dtype, device) for seed, w in enumerate(expected_weights(source.config))}
+        expected = list(expected_weights(source.config))
+        weights = _places(expected, dtype, device)
+        for seed, weight in enumerate(expected):
+            weights[weight.name].copy_(dummy_weight(weight, seed, dtype, device))
+        return weights
     if pending is None and dtype is torch.float32 and device.type == "cpu":
         pending = start_loading(source, progress)
     if pending is not None:
         arrays = pending.result()
-        return {name: torch.from_numpy(arrays.pop(name)).to(device=device, dtype=dtype) for name in list(arrays)}
+        return {name: tensor.to(device=device, dtype=dtype) for name, tensor in _wrapped(arrays)}
     check_fits(source, dtype.itemsize, available_bytes(device), "GPU memory" if device.type == "cuda" else "memory")
     pairs = list(source.weights())
     num_elements, num_done = source.num_parameters, 0
-    weights: dict[str, torch.Tensor] = {}
+    weights = _places([expected for expected, _ in pairs], dtype, device)
     with ThreadPoolExecutor(NUM_LOADING_THREADS) as pool:
-        loaded = pool.map(lambda pair: _load_one(source, pair[0], pair[1], dtype, device), pairs)
-        for name, tensor in loaded:
-            weights[name] = tensor
-            num_done += tensor.numel()
+        loaded = pool.map(lambda pair: _load_one(source, pair[0], pair[1], weights[pair[0].name]), pairs)
+        for (_, stored), _ in zip(pairs, loaded, strict=True):
+            num_done += stored.num_elements
             if progress is not None:
                 progress(num_done / num_elements)
     return weights
