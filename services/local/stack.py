@@ -94,8 +94,8 @@ class Stack:
         model = (self._settings.model, self._settings.load_format)
         if len(lengths) > 1 and len({resolve_model(*model, length).fingerprint for length in lengths}) > 1:
             raise ConfigurationError(
-                "max_model_len must be on one side of this model's original context for router, prefill and decode: its rotary embedding is "
-                "another one past it"
+                "max_model_len must be on one side of this model's original context for router, prefill and decode: past it the rotary "
+                "embedding is another one"
             )
 
     def _check_memory(self, source: ModelSource) -> None:
