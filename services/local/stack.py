@@ -90,6 +90,13 @@ class Stack:
             if len(set(values)) > 1:
                 found = ", ".join(f"{role} {value}" for role, value in zip(roles, values, strict=True))
                 raise ConfigurationError(f"{name} must be the same for router, prefill and decode: {found}")
+        lengths = {settings.max_model_len for settings in per_role}
+        model = (self._settings.model, self._settings.load_format)
+        if len(lengths) > 1 and len({resolve_model(*model, length).fingerprint for length in lengths}) > 1:
+            raise ConfigurationError(
+                "max_model_len must be on one side of this model's original context for router, prefill and decode: past it the rotary "
+                "embedding is another one"
+            )
 
     def _check_memory(self, source: ModelSource) -> None:
         """Each worker checks its own share too; only here is it known how many there are."""

@@ -188,6 +188,7 @@ _CHANGES_RESULT = {
     "sliding_window": "sliding-window attention",
     "attention_bias": "biases of the attention projections",
     "mlp_bias": "biases of the feed-forward part",
+    "lm_head_bias": "a bias of the head",
     "attn_logit_softcapping": "soft caps on attention scores",
     "final_logit_softcapping": "soft caps on logits",
     "query_pre_attn_scalar": "another scale of queries",

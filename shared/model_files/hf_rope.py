@@ -63,12 +63,9 @@ def _yarn(parameters: Mapping[str, Any], original: int) -> YarnRopeScaling:
     factor = float(parameters["factor"])
     attention_factor = parameters.get("attention_factor")
     if attention_factor is None:
-        mscale, mscale_all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
-        attention_factor = YarnRopeScaling.magnitude(factor, mscale or 1.0)
-        if mscale and mscale_all_dim:
-            attention_factor /= YarnRopeScaling.magnitude(factor, mscale_all_dim)
-        elif mscale:
-            attention_factor = YarnRopeScaling.magnitude(factor)
+        scales = (parameters.get("mscale"), parameters.get("mscale_all_dim"))
+        scale, divisor = (float(scales[0]), float(scales[1])) if scales[0] and scales[1] else (1.0, 0.0)
+        attention_factor = YarnRopeScaling.magnitude(factor, scale) / YarnRopeScaling.magnitude(factor, divisor)
     return YarnRopeScaling(
         factor=factor,
         original_max_position=original,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,11 @@ def config_of(tmp_path: Path, architecture: str, max_model_len: int | None = Non
             "Qwen2ForCausalLM",
             {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}},
             {"rope_scaling": YarnRopeScaling(4.0, 256, 32.0, 1.0, YarnRopeScaling.magnitude(4.0)), "max_model_len": 1024},
+        ),
+        (
+            "Qwen2ForCausalLM",
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 1.0, "truncate": False, "beta_fast": 16}},
+            {"rope_scaling": YarnRopeScaling(4.0, 256, 16.0, 1.0, (0.07 * math.log(4) + 1) / (0.1 * math.log(4) + 1), False)},
         ),
         ("Qwen3ForCausalLM", {"head_dim": "absent"}, {"architecture": "qwen3", "head_dim": 128, "attention_bias": False}),
         (
@@ -158,6 +164,7 @@ def test_long_rope_takes_the_factors_of_the_served_context_and_the_fingerprint_s
         ("Qwen3MoeForCausalLM", {"num_experts": 4, "moe_intermediate_size": 32}, "8 of 4 experts"),
         ("Qwen3MoeForCausalLM", {"num_experts": 8}, "moe_intermediate_size"),
         ("MistralForCausalLM", {"attention_bias": True}, "attention_bias = True"),
+        ("Phi3ForCausalLM", {"lm_head_bias": True}, "lm_head_bias = True"),
         ("SmolLM3ForCausalLM", {"no_rope_layers": [1]}, "no_rope_layers"),
         ("Qwen2ForCausalLM", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
     ],
