@@ -185,6 +185,9 @@ class ModelConfig:
             raise ModelLoadError(f"{self.num_heads} query heads do not divide into {self.num_kv_heads} key/value heads")
         if self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim:
             raise ModelLoadError(f"rotary embedding over {self.rotary_dim} of {self.head_dim} items of a head: it needs pairs of them")
+        factor = getattr(self.rope_scaling, "factor", 1.0)
+        if not factor > 0:
+            raise ModelLoadError(f"the model's rope scaling factor is {factor}; it must be greater than 0")
         num_pairs = self.rotary_dim // 2
         if self.rope_freq_factors is not None and len(self.rope_freq_factors) != num_pairs:
             raise ModelLoadError(f"rope_freqs.weight has {len(self.rope_freq_factors)} values, expected {num_pairs}")
@@ -195,7 +198,7 @@ class ModelConfig:
         for window in self.sliding_windows:
             if window is not None and window < 1:
                 raise ModelLoadError(f"the model's sliding window is {window}; it must be at least 1")
-        for name in ("attention_scale", "attention_soft_cap", "logit_soft_cap"):
+        for name in ("rope_theta", "local_rope_theta", "attention_scale", "attention_soft_cap", "logit_soft_cap"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ModelLoadError(f"the model's {name} is {value}; it must be greater than 0")

@@ -216,8 +216,8 @@ def resolve_model(model: str, load_format: Literal["auto", "dummy"] = "auto", ma
     is served at most; a model with LongRoPE is another one for its original context than for more."""
     try:
         source = _locate(model, max_model_len) if load_format == "auto" else _dummy(model, max_model_len)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise ModelLoadError(f"{model} has a field of the wrong kind: {error}") from error
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+        raise ModelLoadError(f"{model} has a field of the wrong kind or size: {error}") from error
     if source.format != "dummy":
         source.check()
     return source

@@ -16,6 +16,7 @@ from test_engine_core import engine_for, greedy
 from tiny_models import TINY_TOKENS
 
 from shared.engine.models.registry import BUILDERS
+from shared.errors import ModelLoadError
 from shared.model_files.model_config import Architecture, ModelConfig
 from shared.model_files.model_source import ModelSource, resolve_model
 
@@ -100,6 +101,16 @@ def test_gguf_gives_the_same_model(tmp_path: Path, name: str) -> None:
     theirs = logits_of(model, [*prompt, *answer[:-1]])[len(prompt) - 1 :]
     assert difference(rows, theirs) < TOLERANCE
     assert theirs.argmax(-1).tolist() == answer
+
+
+def test_stacked_experts_of_another_number_are_named(tmp_path: Path) -> None:
+    architecture, case = GGUF_CASES["mixtral"]
+    model = make_model(case)
+    write_model(model, tmp_path)
+    model.config.num_local_experts += 2
+    write_family_gguf(tmp_path / "m.gguf", model, load_file(tmp_path / "model.safetensors"), architecture)
+    with pytest.raises(ModelLoadError, match=r"tensor blk\.0\.ffn_gate_inp\.weight has shape \(5, 64\), the configuration says \(7, 64\)"):
+        resolve_model(str(tmp_path / "m.gguf"))
 
 
 @pytest.mark.parametrize("name", ["mistral", "qwen3 moe", "gemma2", "gemma3"])
