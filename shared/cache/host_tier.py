@@ -130,7 +130,7 @@ class HostTier:
         return list(takewhile(self._entries.__contains__, block_hashes))
 
     def hold(self, block_hashes: Iterable[BlockHash]) -> list[BlockHash]:
-        """Like `leading_run`; these stay until `load` has ended, or `release`. Where contents are checked, the run ends at one that is not
+        """Like `leading_run`; these stay until `end_load`. Where contents are checked, the run ends at one that is not
         what was put here, which is dropped."""
         held = []
         for block_hash in block_hashes:
@@ -140,7 +140,8 @@ class HostTier:
             if entry.checksum is not None and self._store.checksum(entry.slot) != entry.checksum:
                 logger.error("block %s in host memory is not what was put there; it is computed again", block_hash.hex())
                 self.counters["kv_host_corrupt_blocks"] += 1
-                self._drop(block_hash)
+                if entry.num_readers == 0:
+                    self._drop(block_hash)
                 break
             entry.num_readers += 1
             held.append(block_hash)
@@ -148,22 +149,24 @@ class HostTier:
             self._entries.move_to_end(block_hash)
         return held
 
-    def release(self, held: Iterable[BlockHash]) -> None:
-        for block_hash in held:
-            self._entries[block_hash].num_readers -= 1
-
     def load(self, held: Sequence[BlockHash], block_ids: Sequence[int], then: Callable[[bool], None]) -> None:
-        """Copy what is held here into blocks of the KV cache; `then`, on the executor's thread, is told whether the bytes are there."""
+        """Copy what is held here into blocks of the KV cache; `then`, on the executor's thread, is told whether the bytes are there.
+        `end_load` has to follow."""
         slots = [self._entries[block_hash].slot for block_hash in held]
         self._executor.submit(self._load, slots, list(block_ids), then)
 
-    def note_load(self, num_blocks: int, seconds: float, has_succeeded: bool) -> None:
-        """A load has ended."""
-        if not has_succeeded:
+    def end_load(self, held: Sequence[BlockHash], seconds: float, is_there: bool) -> None:
+        """It took `seconds`; what is held here may go. What could not be copied is dropped: it would be tried again for ever."""
+        for block_hash in held:
+            entry = self._entries[block_hash]
+            entry.num_readers -= 1
+            if not is_there and entry.num_readers == 0:
+                self._drop(block_hash)
+        if not is_there:
             self.counters["kv_host_load_failures"] += 1
             return
-        self.counters["kv_host_loaded_blocks"] += num_blocks
-        self.counters["kv_host_loaded_bytes"] += num_blocks * self._store.block_nbytes
+        self.counters["kv_host_loaded_blocks"] += len(held)
+        self.counters["kv_host_loaded_bytes"] += len(held) * self._store.block_nbytes
         self.counters["kv_host_load_seconds"] += seconds
 
     def close(self) -> None:

@@ -201,14 +201,13 @@ class KVCacheManager:
         with self.lock:
             assert self.host_tier is not None
             load.wait_s = time.monotonic() - load.started_s
-            self.host_tier.release(load.block_hashes)
-            self.host_tier.note_load(len(load.blocks), load.wait_s, is_there)
             useless, calls = self._loads.end(load, is_there)
             for other in useless:
                 # Leaves first, so that no block is ever cached without its parent.
                 for block in reversed(other.blocks):
                     self.pool.uncache(block)
             self.free(load.name)
+            self.host_tier.end_load(load.block_hashes, load.wait_s, is_there)
         for call in calls:
             call()
         self._on_loaded()
