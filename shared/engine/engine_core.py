@@ -42,7 +42,7 @@ WARM_UP_TOKENS = (16, 128)
 GPU_WARM_UP_TOKENS = (256, 2048)
 """The same where fewer tokens than a few hundred take no less time."""
 MAX_STORED_NBYTES_PER_STEP = 128 << 20
-"""Of evicted blocks, to host memory: 25 ms of a core, which makes the copies beside a CPU engine."""
+"""Of evicted blocks, to host memory: 25 ms of a core, which makes the copies beside a CPU engine (more while the memory is new)."""
 LOAD_OVERHEAD_S = 2e-3
 """Of a copy from host memory, whatever its size: a turn of the engine that the request misses."""
 LOAD_BYTES_PER_S = 25e9
