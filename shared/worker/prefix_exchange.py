@@ -115,6 +115,8 @@ class PrefixExchange:
         transfer_id, pin_name = message.transfer_id, _pin_name(message.transfer_id)
         block_ids = [] if self._manager.has_failed(pin_name) else self._manager.block_ids(pin_name)
         with self._lock:
+            if transfer_id not in self._offered:
+                return
             self._counters["kv_prefix_offered_blocks"] += len(block_ids)
         num_tokens = len(block_ids) * self._block_size
         deadline_s = end_s - self._clock.now_s()
