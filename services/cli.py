@@ -22,6 +22,9 @@ app = typer.Typer(
 
 Model = Annotated[str | None, typer.Option(help="'smollm2' (packaged), a .gguf file, a Hugging Face directory, or a Hub id.")]
 RedisUrl = Annotated[str | None, typer.Option("--redis", help="Redis URL. Default: REDIS_URL, else one is started.")]
+KVHostCacheGiB = Annotated[
+    float | None, typer.Option(help="Host memory of each worker, in GiB, for KV blocks that its cache evicts. Default: 0, none.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output: one JSON object a line.")]
 ApiKeys = Annotated[
     list[str] | None,
@@ -46,6 +49,7 @@ def up(
     transport: Annotated[str | None, typer.Option(help="How KV travels: cuda, shm, ipc or tcp. Default: the fastest.")] = None,
     load_format: Annotated[str | None, typer.Option(help="dummy: random weights, for a directory that has none.")] = None,
     kv_wire_dtype: Annotated[str | None, typer.Option(help="How KV values travel: auto (unchanged) or fp8 (a quarter of fp32).")] = None,
+    kv_host_cache_gib: KVHostCacheGiB = None,
     redis: RedisUrl = None,
     api_key: ApiKeys = None,
     as_json: Json = False,
@@ -65,6 +69,7 @@ def up(
         api_keys=_joined(api_key),
         kv_transport=transport,
         kv_wire_dtype=kv_wire_dtype,
+        kv_host_cache_gib=kv_host_cache_gib,
         load_format=load_format,
         tensor_parallel_size=tensor_parallel,
     )
@@ -93,21 +98,21 @@ def router(
 
 
 @app.command()
-def prefill(model: Model = None, redis: RedisUrl = None) -> None:
+def prefill(model: Model = None, redis: RedisUrl = None, kv_host_cache_gib: KVHostCacheGiB = None) -> None:
     """Run one prefill worker (as its container does). Further settings: PAGEWIRE_* variables, see the README."""
     from services.prefill.__main__ import run
     from shared.config import load_settings
 
-    raise typer.Exit(run(load_settings("prefill", model=model, redis_url=redis)))
+    raise typer.Exit(run(load_settings("prefill", model=model, redis_url=redis, kv_host_cache_gib=kv_host_cache_gib)))
 
 
 @app.command()
-def decode(model: Model = None, redis: RedisUrl = None) -> None:
+def decode(model: Model = None, redis: RedisUrl = None, kv_host_cache_gib: KVHostCacheGiB = None) -> None:
     """Run one decode worker (as its container does). Further settings: PAGEWIRE_* variables, see the README."""
     from services.decode.__main__ import run
     from shared.config import load_settings
 
-    raise typer.Exit(run(load_settings("decode", model=model, redis_url=redis)))
+    raise typer.Exit(run(load_settings("decode", model=model, redis_url=redis, kv_host_cache_gib=kv_host_cache_gib)))
 
 
 @app.command()

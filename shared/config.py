@@ -51,6 +51,9 @@ class Settings(BaseModel):
     block_size: int = Field(16, ge=1, description="tokens in a KV block")
     num_blocks: int | None = Field(None, ge=2, description="KV blocks of a worker; default: from kv_cache_gib")
     kv_cache_gib: float = Field(2.0, gt=0, description="size of a worker's KV cache when num_blocks is not set")
+    kv_host_cache_gib: float = Field(
+        0.0, ge=0, description="host memory of a worker for blocks that its KV cache evicts; they come back by hash. 0 = none"
+    )
     enable_prefix_caching: bool = True
 
     # Scheduling

@@ -322,6 +322,8 @@ class DecodeWorker(WorkerLoop):
 
     # ---- engine thread: steps -----------------------------------------------------------------------------------------
     def on_scheduled(self, output: SchedulerOutput) -> None:
+        for row in output.scheduled:
+            self.note_host_load(row.request, self._sequences[row.request.request_id].job.span)
         for job in {self._sequences[row.request.request_id].job for row in output.scheduled}:
             job.num_steps += 1
             job.reserved_ns = job.reserved_ns or time.time_ns()

@@ -106,7 +106,8 @@ class Stack:
         needed = 0
         roles: tuple[tuple[Role, int], ...] = (("prefill", self._plan.num_prefill), ("decode", self._plan.num_decode))
         for role, count in roles:
-            settings = load_settings(role, model=self._settings.model)
+            settings = load_settings(role, self._environ(), model=self._settings.model)
+            needed += count * int(settings.kv_host_cache_gib * (1 << 30))
             if may_use_gpu(settings.device):
                 continue  # its weights and blocks take the GPU's memory, which it looks at itself
             itemsize = 2 if settings.dtype in ("bfloat16", "float16") else 4
@@ -116,8 +117,14 @@ class Stack:
         if needed > available:
             raise ConfigurationError(
                 f"{source.name} on {self._plan.num_prefill + self._plan.num_decode} workers takes {needed >> 20} MiB and "
-                f"{available >> 20} MiB are free: start fewer workers, set PAGEWIRE_KV_CACHE_GIB lower, or choose a smaller model"
+                f"{available >> 20} MiB are free: start fewer workers, set PAGEWIRE_KV_CACHE_GIB or PAGEWIRE_KV_HOST_CACHE_GIB lower, or "
+                "choose a smaller model"
             )
+
+    def _environ(self) -> dict[str, str]:
+        """For every service, with what was settled here; a setting of one role still comes first, where it may."""
+        names = ("model", "kv_transport", "load_format", "kv_wire_dtype", "kv_host_cache_gib", "tensor_parallel_size")
+        return {**os.environ, **{f"PAGEWIRE_{name.upper()}": str(getattr(self._settings, name)) for name in names}}
 
     def _start(self, redis_url: str | None) -> None:
         plan, settings = self._plan, self._settings
@@ -144,11 +151,7 @@ class Stack:
 
     def _add(self, role: str, name: str, redis_url: str, extra: dict[str, str]) -> None:
         # The terminal is for the user: what services log as information is shown on request (PAGEWIRE_LOG_LEVEL=info).
-        environ = {"PAGEWIRE_LOG_LEVEL": "warning", **_without_keys(os.environ), "PAGEWIRE_MODEL": self._settings.model, **extra}
-        environ["PAGEWIRE_KV_TRANSPORT"] = self._settings.kv_transport
-        environ["PAGEWIRE_LOAD_FORMAT"] = self._settings.load_format
-        environ["PAGEWIRE_KV_WIRE_DTYPE"] = self._settings.kv_wire_dtype
-        environ["PAGEWIRE_TENSOR_PARALLEL_SIZE"] = str(self._settings.tensor_parallel_size)
+        environ = {"PAGEWIRE_LOG_LEVEL": "warning", **_without_keys(self._environ()), **extra}
         environ |= {"REDIS_URL": redis_url, "PAGEWIRE_REDIS_URL": redis_url}
         # What was settled here must not be settled otherwise for one role.
         for setting in ("MODEL", "REDIS_URL", "HOST", "PORT", "WORKER_ID", "AGGREGATED", "TENSOR_PARALLEL_SIZE"):

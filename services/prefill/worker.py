@@ -177,6 +177,7 @@ class PrefillWorker(WorkerLoop):
     def on_scheduled(self, output: SchedulerOutput) -> None:
         for row in output.scheduled:
             job = self._job(row.request)
+            self.note_host_load(row.request, job.span)
             if not job.first_scheduled_ns:
                 job.first_scheduled_ns = time.time_ns()
                 telemetry.record_span(self.tracer, telemetry.SPAN_PREFILL_QUEUE, job.traceparent, job.received_ns, job.first_scheduled_ns)

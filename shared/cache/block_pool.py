@@ -1,7 +1,8 @@
 """The pool of KV blocks of one worker: reference counts, the LRU free queue and the map from hash to cached block.
 
 A block is in exactly one of two states: referenced (ref_cnt > 0) or in the free queue (ref_cnt == 0). A block in the free queue
-may still be cached: a later hit takes it back (`touch`); it is evicted, and its hash forgotten, only when it is taken for new use.
+may still be cached: a later hit takes it back (`touch`); it is evicted only when it is taken for new use, and its hash forgotten, unless
+there is host memory that keeps a copy (see host_tier.py).
 Not thread-safe: KVCacheManager holds the lock.
 """
 
@@ -10,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from shared.block_hash import BlockHash
+from shared.cache.host_tier import HostTier
+from shared.cache.prefix_index import Tier
 
 
 class KVCacheBlock:
@@ -67,19 +70,23 @@ class FreeBlockQueue:
 
 
 class BlockPool:
-    """`on_cached` and `on_evicted` are told of every hash that enters or leaves the pool (the global index listens)."""
+    """`on_cached` and `on_evicted` are told of every hash that comes to a tier or leaves the last one (the global index listens)."""
 
     def __init__(
         self,
         num_blocks: int,
-        on_cached: Callable[[BlockHash], None] = lambda _: None,
+        on_cached: Callable[[BlockHash, Tier], None] = lambda _hash, _tier: None,
         on_evicted: Callable[[BlockHash], None] = lambda _: None,
+        host_tier: HostTier | None = None,
     ) -> None:
         self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
         self._free = FreeBlockQueue(self.blocks)
         self._cached: dict[BlockHash, KVCacheBlock] = {}
         self._on_cached = on_cached
         self._on_evicted = on_evicted
+        self._host_tier = host_tier
+        if host_tier is not None:
+            host_tier.listen(self._announce)
 
     @property
     def num_free(self) -> int:
@@ -108,12 +115,10 @@ class BlockPool:
         """Blocks for new use with ref_cnt 1, evicting the least recently freed; None (and no change) when too few are free."""
         if num_blocks > self._free.num_blocks:
             return None
-        taken = []
-        for _ in range(num_blocks):
-            block = self._free.popleft()
-            self._evict(block)
+        taken = [self._free.popleft() for _ in range(num_blocks)]
+        self._evict(taken)
+        for block in taken:
             block.ref_cnt = 1
-            taken.append(block)
         return taken
 
     def cache(self, block: KVCacheBlock, block_hash: BlockHash, parent_hash: BlockHash) -> KVCacheBlock:
@@ -133,8 +138,14 @@ class BlockPool:
         assert block.block_hash is None, "block already holds another hash"
         block.block_hash, block.parent_hash = block_hash, parent_hash
         self._cached[block_hash] = block
-        self._on_cached(block_hash)
+        self._announce(block_hash)
         return block
+
+    def uncache(self, block: KVCacheBlock) -> None:
+        """Its bytes are not what its hash says, so nobody else may take it."""
+        if block.block_hash is not None:
+            block_hash = self._forget(block, block.block_hash)
+            self._announce(block_hash)
 
     def free(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Give back one reference on each. Pass a request's blocks last block first, so that leaves are evicted before parents."""
@@ -144,12 +155,26 @@ class BlockPool:
             if block.ref_cnt == 0:
                 self._free.append(block)
 
-    def _evict(self, block: KVCacheBlock) -> None:
-        if block.block_hash is None:
-            return
-        del self._cached[block.block_hash]
-        evicted, block.block_hash, block.parent_hash = block.block_hash, None, None
-        self._on_evicted(evicted)
+    def _evict(self, blocks: Iterable[KVCacheBlock]) -> None:
+        evicted = [(self._forget(block, block.block_hash), block.block_id) for block in blocks if block.block_hash is not None]
+        if self._host_tier is not None and evicted:
+            self._host_tier.put(evicted)
+        for block_hash, _ in evicted:
+            self._announce(block_hash)
+
+    def _forget(self, block: KVCacheBlock, block_hash: BlockHash) -> BlockHash:
+        del self._cached[block_hash]
+        block.block_hash = block.parent_hash = None
+        return block_hash
+
+    def _announce(self, block_hash: BlockHash) -> None:
+        """Where it is now."""
+        if block_hash in self._cached:
+            self._on_cached(block_hash, Tier.DEVICE)
+        elif self._host_tier is not None and block_hash in self._host_tier:
+            self._on_cached(block_hash, Tier.HOST)
+        else:
+            self._on_evicted(block_hash)
 
     def check_invariants(self, root: BlockHash | None = None) -> None:
         """Recompute from scratch; AssertionError names what broke. With `root`, also that the cached set is prefix-closed."""

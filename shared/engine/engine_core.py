@@ -16,9 +16,12 @@ from kernels.checked_copy import compiled_copies
 from shared.batch import ScheduledRequest, SchedulerOutput
 from shared.block_hash import BlockHash
 from shared.cache.block_pool import BlockPool
+from shared.cache.host_tier import HostTier
 from shared.cache.kv_cache_manager import KVCacheManager
+from shared.cache.prefix_index import Tier
 from shared.config import Settings
 from shared.engine.device import default_dtype, select_device
+from shared.engine.host_block_store import new_host_block_store
 from shared.engine.kv_cache import KVCache
 from shared.engine.layer_groups import OnLayers, num_groups
 from shared.engine.model_runner import ModelRunner
@@ -43,6 +46,12 @@ WARM_UP_TOKENS = (16, 128)
 """Sizes of the two steps that calibrate the step-time model."""
 GPU_WARM_UP_TOKENS = (256, 2048)
 """The same where fewer tokens than a few hundred take no less time."""
+MAX_STORED_NBYTES_PER_STEP = 128 << 20
+"""Of evicted blocks, to host memory: 25 ms of a core, which makes the copies beside a CPU engine (more while the memory is new)."""
+LOAD_OVERHEAD_S = 2e-3
+"""Of a copy from host memory, whatever its size: a turn of the engine that the request misses."""
+LOAD_BYTES_PER_S = 25e9
+"""Of the 50e9 over PCIe, which evicted blocks want too."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +74,14 @@ class EngineCore:
         self,
         source: ModelSource,
         settings: Settings,
-        on_cached: Callable[[Iterable[BlockHash]], None],
+        on_cached: Callable[[Iterable[BlockHash], Tier], None],
         on_evicted: Callable[[Iterable[BlockHash]], None],
         progress: Callable[[float], None] | None = None,
         pending: PendingWeights | None = None,
         is_cache_shared: bool = False,
+        on_loaded: Callable[[], None] = lambda: None,
     ) -> None:
-        """`is_cache_shared`: other processes of this host may read the KV cache."""
+        """`is_cache_shared`: other processes of this host may read the KV cache. `on_loaded`, on any thread: see KVCacheManager."""
         self.settings = settings
         self.config = source.config
         self.shard = Shard(0, settings.tensor_parallel_size) if settings.tensor_parallel_size > 1 else None
@@ -90,20 +100,22 @@ class EngineCore:
         self.is_broken = False
         """A rank may have stopped in the middle of a step: no other can be computed."""
         try:
-            self._set_up(source, num_blocks, on_cached, on_evicted, progress, pending, is_cache_shared)
+            self._set_up(source, num_blocks, on_cached, on_evicted, progress, pending, is_cache_shared, on_loaded)
         except BaseException:
-            self.close()
+            if self._followers is not None:
+                self._followers.close()
             raise
 
     def _set_up(
         self,
         source: ModelSource,
         num_blocks: int,
-        on_cached: Callable[[Iterable[BlockHash]], None],
+        on_cached: Callable[[Iterable[BlockHash], Tier], None],
         on_evicted: Callable[[Iterable[BlockHash]], None],
         progress: Callable[[float], None] | None,
         pending: PendingWeights | None,
         is_cache_shared: bool,
+        on_loaded: Callable[[], None],
     ) -> None:
         settings = self.settings
         with ThreadPoolExecutor(1) as builder:  # a compiler's few seconds, where the kernel was never built, beside the weights
@@ -118,8 +130,18 @@ class EngineCore:
         model = build_model(self._rank_config, weights, RotaryTables(self.config, self.max_model_len, self.device), reduce)
         self.cache = KVCache(self._rank_config, num_blocks, settings.block_size, self.dtype, self.device, is_cache_shared)
         self.root = KVFormat(self.dtype_name, settings.block_size, settings.kv_wire_dtype).root(source.fingerprint)
-        pool = BlockPool(num_blocks, lambda h: on_cached([h]), lambda h: on_evicted([h]))
-        self.manager = KVCacheManager(pool, settings.block_size, self.root, settings.enable_prefix_caching, self._copy_block)
+        host_tier = self._new_host_tier()
+        pool = BlockPool(num_blocks, lambda h, tier: on_cached([h], tier), lambda h: on_evicted([h]), host_tier)
+        self.manager = KVCacheManager(
+            pool,
+            settings.block_size,
+            self.root,
+            settings.enable_prefix_caching,
+            self._copy_block,
+            host_tier,
+            self._is_worth_loading,
+            on_loaded,
+        )
         self.scheduler = Scheduler(
             self.manager,
             SchedulerLimits(
@@ -167,10 +189,26 @@ class EngineCore:
         if self._followers is not None:
             self._followers.check()
 
-    def close(self) -> None:
-        """End the other ranks, if there are any. Safe to call again."""
-        if self._followers is not None:
-            self._followers.close()
+    def _new_host_tier(self) -> HostTier | None:
+        settings = self.settings
+        if not settings.kv_host_cache_gib:
+            return None
+        if not settings.enable_prefix_caching:
+            raise ConfigurationError("kv_host_cache_gib is of no use with enable_prefix_caching off: blocks are found by their hash")
+        if self.shard is not None:
+            raise ConfigurationError("kv_host_cache_gib does not go with tensor_parallel_size: only the first rank's blocks would be kept")
+        store = new_host_block_store(self.cache.tensor, int(settings.kv_host_cache_gib * (1 << 30)))
+        max_blocks_per_step = max(1, MAX_STORED_NBYTES_PER_STEP // self.cache.block_nbytes)
+        executor = ThreadPoolExecutor(1, thread_name_prefix="kv-host-load")
+        return HostTier(store, executor, max_blocks_per_step, checks_contents=settings.debug)
+
+    def _is_worth_loading(self, num_blocks: int) -> bool:
+        """On a CPU always: computing a block takes a hundred times as long as copying it (bench/host_tier.py)."""
+        step_time = self.scheduler.step_time
+        if self.device.type == "cpu" or not step_time.is_calibrated:
+            return True
+        compute_s = step_time.predict_s(num_blocks * self.settings.block_size) - step_time.predict_s(0)
+        return LOAD_OVERHEAD_S + num_blocks * self.cache.block_nbytes / LOAD_BYTES_PER_S < compute_s
 
     def _warm_up(self) -> None:
         """Prompts through the model before anyone waits for one; their times are the scheduler's first estimate."""
@@ -221,6 +259,7 @@ class EngineCore:
 
     def schedule(self) -> SchedulerOutput | None:
         """None when nothing can run now."""
+        self.manager.begin_step()
         output = self.scheduler.schedule()
         return output if output is not None and output.scheduled else None
 
@@ -238,3 +277,9 @@ class EngineCore:
         if self.settings.debug:
             self.manager.check_invariants()
         return StepResult(output, hidden, prompt_logprobs, start_ns, time.time_ns())
+
+    def close(self) -> None:
+        """When nothing is to run any more: the other ranks end as well, if there are any. Safe to call again."""
+        self.manager.close()
+        if self._followers is not None:
+            self._followers.close()
