@@ -82,6 +82,8 @@ class BlockPool:
         self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
         self._free = FreeBlockQueue(self.blocks)
         self._cached: dict[BlockHash, KVCacheBlock] = {}
+        self._children: dict[BlockHash, set[BlockHash]] = {}
+        """Of what is cached: those whose parent it is."""
         self._on_cached = on_cached
         self._on_evicted = on_evicted
         self._host_tier = host_tier
@@ -138,13 +140,13 @@ class BlockPool:
         assert block.block_hash is None, "block already holds another hash"
         block.block_hash, block.parent_hash = block_hash, parent_hash
         self._cached[block_hash] = block
+        self._children.setdefault(parent_hash, set()).add(block_hash)
         self._announce(block_hash)
         return block
 
     def uncache(self, block: KVCacheBlock) -> None:
-        """Its bytes are not what its hash says, so nobody else may take it."""
-        if block.block_hash is not None:
-            block_hash = self._forget(block, block.block_hash)
+        """Its bytes are not what its hash says, so nobody else may take it, nor what continues it."""
+        for block_hash, _ in self._forget(block):
             self._announce(block_hash)
 
     def free(self, blocks: Sequence[KVCacheBlock]) -> None:
@@ -156,16 +158,35 @@ class BlockPool:
                 self._free.append(block)
 
     def _evict(self, blocks: Iterable[KVCacheBlock]) -> None:
-        evicted = [(self._forget(block, block.block_hash), block.block_id) for block in blocks if block.block_hash is not None]
+        evicted = [forgotten for block in blocks for forgotten in self._forget(block)]
         if self._host_tier is not None and evicted:
             self._host_tier.put(evicted)
         for block_hash, _ in evicted:
             self._announce(block_hash)
 
-    def _forget(self, block: KVCacheBlock, block_hash: BlockHash) -> BlockHash:
-        del self._cached[block_hash]
-        block.block_hash = block.parent_hash = None
-        return block_hash
+    def _forget(self, block: KVCacheBlock) -> list[tuple[BlockHash, int]]:
+        """Take a block out of the cache, and what continues it, which no lookup would come to: (hash, block id), leaves before parents.
+
+        Blocks that continue it may be referenced still: a transfer that holds its own copy of a block does not hold the one in the cache,
+        which another request entered first.
+        """
+        if block.block_hash is None:
+            return []
+        forgotten = [block]
+        for parent in forgotten:
+            assert parent.block_hash is not None
+            forgotten += [self._cached[block_hash] for block_hash in self._children.pop(parent.block_hash, ())]
+        result = []
+        for each in reversed(forgotten):
+            assert each.block_hash is not None and each.parent_hash is not None
+            del self._cached[each.block_hash]
+            siblings = self._children.get(each.parent_hash, set())
+            siblings.discard(each.block_hash)
+            if not siblings:
+                self._children.pop(each.parent_hash, None)
+            result.append((each.block_hash, each.block_id))
+            each.block_hash = each.parent_hash = None
+        return result
 
     def _announce(self, block_hash: BlockHash) -> None:
         """Where it is now."""
@@ -186,7 +207,9 @@ class BlockPool:
             assert (block.ref_cnt == 0) == (block.block_id in queued), f"{block} is in the wrong state"
             if block.block_hash is not None:
                 assert self._cached.get(block.block_hash) is block, f"{block} has a stale hash"
+        assert sum(map(len, self._children.values())) == len(self._cached), "a child is not cached"
         for block_hash, block in self._cached.items():
             assert block.block_hash == block_hash, "the map leads to a block with another hash"
+            assert block.parent_hash is not None and block_hash in self._children[block.parent_hash], f"{block} is not known as a child"
             if root is not None:
                 assert block.parent_hash == root or block.parent_hash in self._cached, f"{block} is cached without its parent"
