@@ -25,7 +25,7 @@ SETTLED = 0.3
 """By this share of them every cache is full and every thread has started: memory may grow no more."""
 MAX_GROWTH_BYTES = 24 << 20
 SERVICES = ("router", "prefill-0", "decode-0")
-TIGHT = {"debug": "true", "max_num_batched_tokens": 96, "max_num_seqs": 10, "prefill_num_blocks": 60, "decode_num_blocks": 90}
+TIGHT = {"debug": "true", "max_num_batched_tokens": 96, "max_num_seqs": 10, "prefill_num_blocks": 60, "decode_num_blocks": 44}
 """Pools of a few prompts: requests wait, are preempted, and lose their blocks to others all the time."""
 
 
@@ -52,7 +52,7 @@ class Clients:
         draw = random.Random(number)
         body = {
             "prompt": draw.choice(self._prompts),
-            "max_tokens": draw.choice([1, 2, 7, 20]),
+            "max_tokens": draw.choice([1, 2, 7, 20, 50]),
             "ignore_eos": True,
             "return_token_ids": True,
         }
@@ -93,9 +93,10 @@ def memory_of(stack: LocalStack) -> dict[str, int]:
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_thousands_of_requests_leave_answers_blocks_and_memory_as_they_were(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{}, {"kv_host_cache_gib": 0.002}], ids=["", "host tier"])
+def test_thousands_of_requests_leave_answers_blocks_and_memory_as_they_were(tmp_path: Path, options: dict[str, float]) -> None:
     write_model(make_model(CASES["llama"]), tmp_path)
-    with LocalStack("--model", str(tmp_path), **TIGHT) as stack:
+    with LocalStack("--model", str(tmp_path), **TIGHT, **options) as stack:
         clients = Clients(stack)
         num_settled = int(SETTLED * NUM_REQUESTS)
         with ThreadPoolExecutor(NUM_CLIENTS) as pool:
