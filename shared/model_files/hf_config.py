@@ -149,7 +149,7 @@ def _phi3(config: Fields) -> dict[str, Any]:
 
 
 _EXPERTS = ("num_experts", "num_local_experts")
-_CAPS = ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "sliding_window", "attention_bias")
+_GEMMA_FIELDS = ("final_logit_softcapping", "query_pre_attn_scalar", "sliding_window", "attention_bias")
 _GELU: dict[str, Any] = {"activation_field": "hidden_activation", "activations": ("gelu_pytorch_tanh",)}
 _GEMMA = {"tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh", "head_dim": 256, "query_pre_attn_scalar": 256,
           "sliding_window": 4096}  # fmt: skip
@@ -176,9 +176,14 @@ _FAMILIES = {
         ("attention_bias", "sliding_window", *_EXPERTS),
     ),
     "Gemma2ForCausalLM": _Family(
-        "gemma2", _gemma2, {**_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}, _CAPS, **_GELU
+        "gemma2",
+        _gemma2,
+        {**_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        ("attn_logit_softcapping", *_GEMMA_FIELDS),
+        **_GELU,
     ),
-    "Gemma3ForCausalLM": _Family("gemma3", _gemma3, {**_GEMMA, "rope_theta": 1e6}, _CAPS, **_GELU),
+    # No Gemma 3 caps attention scores, and `transformers` would not do it.
+    "Gemma3ForCausalLM": _Family("gemma3", _gemma3, {**_GEMMA, "rope_theta": 1e6}, _GEMMA_FIELDS, **_GELU),
     "Phi3ForCausalLM": _Family("phi3", _phi3, {"rms_norm_eps": 1e-5}, ("sliding_window", "partial_rotary_factor")),
 }
 SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)

@@ -148,6 +148,7 @@ def test_long_rope_takes_the_factors_of_the_served_context_and_the_fingerprint_s
         ("Gemma2ForCausalLM", {"sliding_window": None}, "no sliding_window"),
         ("Gemma2ForCausalLM", {"sliding_window": 0}, "sliding window is 0"),
         ("Gemma2ForCausalLM", {"attn_logit_softcapping": -1.0}, "attention_soft_cap is -1.0"),
+        ("Gemma3ForCausalLM", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
         ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         (
             "Gemma3ForCausalLM",
