@@ -3,7 +3,8 @@
     python bench/kv_transfer.py [--mib 512] [--chunk-kib 2048] [--lanes 2] [--repeat 3]
 
 The raw figures send the same number of bytes from one buffer, one connection per lane, and touch nothing but the socket; the KV path
-also checksums on both sides and copies into its block. The plain copies are those that shared memory cannot do without: out of another
+also checksums on both sides and copies into its block. "Checked" does just that, without a protocol: chunks from all over a memory, summed,
+sent, and copied to their place with another sum. The plain copies are those that shared memory cannot do without: out of another
 process's memory, chunk by chunk, by as many threads as there are lanes.
 """
 
@@ -25,10 +26,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 import zmq
 
+from kernels.checked_copy import compiled_copies
 from shared.clock import SystemClock
 from shared.config import Settings
 from shared.ids import new_incarnation
 from shared.messages import KVPeer
+from shared.transport.checked_copies import PlainCopies
 from shared.transport.connector import CommitInfo
 from shared.transport.host_blocks import HostBlocks
 from shared.transport.protocol.frames import KVDtype
@@ -53,7 +56,7 @@ class SharedBlocks(HostBlocks):
 
     def __init__(self, layout: KVLayout, num_blocks: int) -> None:
         self._keep = filled_segment(num_blocks * layout.block_nbytes)
-        super().__init__(layout, self._keep.view, self._keep.offer)
+        super().__init__(layout, self._keep.view, self._keep.offer, compiled_copies())
 
 
 class Events:
@@ -140,6 +143,29 @@ def send_raw_zmq(port: int, num_chunks: int, chunk: int) -> None:
     context.term()
 
 
+def serve_checked_zmq(pipe: Connection, num_chunks: int, chunk: int) -> None:
+    pull = new_lane_socket(new_context(), zmq.PULL, chunk, 60_000)
+    copies, target = compiled_copies() or PlainCopies(), np.full((num_chunks, chunk), 1, np.uint8)
+    pipe.send(pull.bind_to_random_port("tcp://127.0.0.1"))
+    pull.recv(copy=False)
+    start = time.perf_counter()
+    for number in range(num_chunks):
+        copies.copy(target[number].data, pull.recv(copy=False).buffer)
+    pipe.send(num_chunks * chunk / (time.perf_counter() - start))
+
+
+def send_checked_zmq(port: int, num_chunks: int, chunk: int) -> None:
+    context = new_context()
+    push = new_lane_socket(context, zmq.PUSH, chunk, 60_000)
+    copies, source = compiled_copies() or PlainCopies(), np.full((num_chunks, chunk), 1, np.uint8)
+    push.connect(f"tcp://127.0.0.1:{port}")
+    for number in range(-1, num_chunks):
+        copies.checksum(source[number].data)
+        push.send(source[number].data, copy=False)
+    push.close(60_000)
+    context.term()
+
+
 def serve_raw_tcp(pipe: Connection, num_chunks: int, chunk: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         pipe.send(server.getsockname()[1])
@@ -220,7 +246,11 @@ def main() -> None:
     )
     num_blocks = (options.mib << 20) // layout.block_nbytes
     print(f"{options.mib} MiB in chunks of {layout.block_nbytes >> 10} KiB, {options.lanes} lanes, median of {options.repeat}, GB/s:")
-    raw = {"raw ZeroMQ PUSH/PULL": (serve_raw_zmq, send_raw_zmq), "raw TCP": (serve_raw_tcp, send_raw_tcp)}
+    raw = {
+        "ZeroMQ, checked at either end": (serve_checked_zmq, send_checked_zmq),
+        "raw ZeroMQ PUSH/PULL": (serve_raw_zmq, send_raw_zmq),
+        "raw TCP": (serve_raw_tcp, send_raw_tcp),
+    }
     for transport in BY_SPEED[1:]:
         settings = Settings(kv_lanes=options.lanes, kv_max_chunk_bytes=layout.block_nbytes, kv_transport=transport)
         report(f"KVX/1 over {transport}", measure_kv(layout, settings, num_blocks, options.repeat))

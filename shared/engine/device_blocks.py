@@ -22,11 +22,13 @@ import torch
 
 from kernels import cache_ops, device_memory
 from kernels.build import KernelError
+from kernels.checked_copy import compiled_copies
 from kernels.piece_transfer import NOTHING, PieceTransfer, can_sum
 from shared.engine.block_runs import BlockRuns, block_runs, regions_nbytes
 from shared.engine.peer_device_memory import PeerDeviceMemory, offer_of
 from shared.engine.staging_ring import PinnedScratch, StagingRing
 from shared.errors import TransferError
+from shared.transport.checked_copies import PlainCopies
 from shared.transport.connector import GpuMemory, Landed, LocatedBytes, StoredBytes
 from shared.transport.protocol.device_memory_offer import DeviceMemoryOffer
 from shared.transport.protocol.frames import MAX_NOTICE_BYTES, MAX_UNITS_PER_CHUNK, join_checksums
@@ -62,6 +64,7 @@ class DeviceBlocks:
 
     preferred_chunk_bytes = MAX_NOTICE_BYTES
     """Blocks go together: each chunk costs a wait for the GPU."""
+    preferred_notice_bytes = MAX_NOTICE_BYTES
 
     def __init__(
         self, cache: torch.Tensor, *, staging_nbytes: int, max_chunk_nbytes: int, is_debug: bool = False, sums_on_gpu: bool = True
@@ -70,6 +73,7 @@ class DeviceBlocks:
         `sums_on_gpu`: False leaves checksums to cores; where another process computes on the same GPU, each kernel costs both a change
         of context."""
         self._sums_on_gpu = sums_on_gpu
+        self.checksum = (compiled_copies() or PlainCopies()).checksum
         self._cache = cache
         self._device = cache.device
         self.max_chunks_held = max(2, staging_nbytes // max_chunk_nbytes)
@@ -131,6 +135,10 @@ class DeviceBlocks:
         taken, offset = ring.take(sum(run.nbytes for run in runs))
         digest = self._move(runs, len(regions), taken.ctypes.data, is_read=True)
         return StoredBytes(taken.data, offset if ring.segment is not None else None, digest)
+
+    def read_apart(self, regions: Sequence[Region]) -> list[StoredBytes] | None:
+        """Staged together."""
+        return None
 
     def write(self, regions: Sequence[Region], data: memoryview) -> Landed:
         """Gives the checksum of what landed where the GPU can form it. Raises IndexError for a region that is not in the cache, ValueError

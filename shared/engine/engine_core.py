@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels import cpu_attention, cpu_rotary_embedding, cpu_sampling, gpu_attention, sampling
+from kernels.checked_copy import compiled_copies
 from shared.batch import ScheduledRequest, SchedulerOutput
 from shared.block_hash import BlockHash
 from shared.cache.block_pool import BlockPool
@@ -84,6 +85,7 @@ class EngineCore:
         self.dtype_name = str(self.dtype).removeprefix("torch.")
         torch.set_num_threads(settings.num_threads or os.cpu_count() or 1)
         with ThreadPoolExecutor(1) as builder:  # a compiler's few seconds, where the kernel was never built, beside the weights
+            builder.submit(compiled_copies)
             if self.device.type == "cpu":
                 builder.submit(cpu_attention.prepare, self.dtype, self.config.head_dim)
                 builder.submit(cpu_rotary_embedding.prepare, self.dtype)

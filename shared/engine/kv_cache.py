@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from kernels.cache_ops import copy_blocks
+from kernels.checked_copy import compiled_copies
 from shared.config import Settings
 from shared.engine.device_blocks import DeviceBlocks
 from shared.model_files.model_config import ModelConfig
@@ -70,7 +71,8 @@ class KVCache:
                 is_debug=settings.debug,
                 sums_on_gpu=_sums_on_gpu(settings),
             )
-        return HostBlocks(layout, self._bytes, self._segment.offer if self._segment is not None else None)
+        segment = self._segment.offer if self._segment is not None else None
+        return HostBlocks(layout, self._bytes, segment, compiled_copies())
 
     @staticmethod
     def bytes_per_block(config: ModelConfig, block_size: int, itemsize: int) -> int:

@@ -66,6 +66,8 @@ class BlockMemory(Protocol):
 
     preferred_chunk_bytes: int
     """Blocks are put together into chunks of up to this size; 0: each goes by itself."""
+    preferred_notice_bytes: int
+    """The same where chunks are not sent, but notices of where they stand."""
     max_chunks_held: int
     """What was read may be referenced for this many chunks at a time, or `read` waits; 0: for any number."""
 
@@ -79,8 +81,16 @@ class BlockMemory(Protocol):
         """Memory of this process that others of the host may read, if there is any."""
         ...
 
+    def checksum(self, data: memoryview) -> int:
+        """As `frames.checksum`, of any memory, contiguous."""
+        ...
+
     def read(self, regions: Sequence[Region]) -> StoredBytes:
         """May block while the bytes are on their way."""
+        ...
+
+    def read_apart(self, regions: Sequence[Region]) -> list[StoredBytes] | None:
+        """Each region where it stands in the segment. None where that is not possible, or not better than `read`."""
         ...
 
     def write(self, regions: Sequence[Region], data: memoryview) -> Landed:

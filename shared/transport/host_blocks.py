@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from shared.errors import TransferError
+from shared.transport.checked_copies import CheckedCopies, PlainCopies
 from shared.transport.connector import StoredBytes
 from shared.transport.protocol.kv_layout import KVLayout
 from shared.transport.protocol.region import Region
 from shared.transport.protocol.segment_offer import SegmentOffer
-
-_PIECE_NBYTES = 256 << 10
 
 
 class HostBlocks:
@@ -23,10 +21,16 @@ class HostBlocks:
     gpu = None
     preferred_chunk_bytes = 0
     """Blocks go one by one: put together they would have to be copied first."""
+    preferred_notice_bytes = 8 << 20
+    """Enough for the notice, and the hops between threads that it takes, to cost nothing; not so much that the two ends take turns."""
     max_chunks_held = 0
 
-    def __init__(self, layout: KVLayout, memory: memoryview, segment: SegmentOffer | None = None) -> None:
+    def __init__(
+        self, layout: KVLayout, memory: memoryview, segment: SegmentOffer | None = None, copies: CheckedCopies | None = None
+    ) -> None:
         self.segment = segment
+        self._copies = copies or PlainCopies()
+        self.checksum = self._copies.checksum
         self._layout = layout
         self._bytes = memory
         num_blocks = memory.nbytes // layout.block_nbytes
@@ -42,18 +46,17 @@ class HostBlocks:
         parts = [self._box(region).reshape(-1) for region in regions]
         return StoredBytes((parts[0] if len(parts) == 1 else np.concatenate(parts)).data, None)
 
+    def read_apart(self, regions: Sequence[Region]) -> list[StoredBytes] | None:
+        if self.segment is None or not all(map(self._is_contiguous, regions)):
+            return None
+        return [self.read([region]) for region in regions]
+
     def write(self, regions: Sequence[Region], data: memoryview) -> int | None:
-        """Gives the checksum where a region is whole blocks' layers, formed piece by piece while each is in the processor's cache."""
-        source = np.frombuffer(data, np.uint8)
+        """Gives the checksum where a region is whole blocks' layers."""
         if len(regions) == 1 and self._is_contiguous(regions[0]):
             start, end = self._range(regions[0])
-            landed, digest = np.frombuffer(self._bytes[start:end], np.uint8), xxhash.xxh3_64()
-            for piece in range(0, len(landed), _PIECE_NBYTES):
-                # numpy rather than a slice assignment: it lets go of the interpreter lock while it copies.
-                np.copyto(landed[piece : piece + _PIECE_NBYTES], source[piece : piece + _PIECE_NBYTES])
-                digest.update(landed[piece : piece + _PIECE_NBYTES].data)
-            return digest.intdigest()
-        start = 0
+            return self._copies.copy(self._bytes[start:end], data)
+        source, start = np.frombuffer(data, np.uint8), 0
         for region in regions:
             box = self._box(region)
             np.copyto(box, source[start : start + box.size].reshape(box.shape))

@@ -384,3 +384,30 @@ def test_worker_out_of_descriptors_fails_the_transfer_and_lives_on(what, monkeyp
         assert pair.sender_log.ended[other] == [None]
     finally:
         pair.close()
+
+
+def test_a_lane_ends_though_its_peer_leaves_at_the_same_time() -> None:
+    """In a process of its own: libzmq, waiting for somebody to read an event, once held up every thread of it."""
+    script = """
+import threading, time, zmq
+from shared.transport.sending.sender_lane import SenderLane
+for _ in range(100):
+    context = zmq.Context()
+    pull = context.socket(zmq.PULL)
+    port = pull.bind_to_random_port("tcp://127.0.0.1")
+    lane = SenderLane(f"tcp://127.0.0.1:{port}", 1 << 20, None, lambda *_: None, None, lambda _: None)
+    give_up_s = time.monotonic() + 5
+    while not lane.connection_changes():
+        assert time.monotonic() < give_up_s
+        time.sleep(0.001)
+    leaving = threading.Thread(target=pull.close, args=(0,))
+    leaving.start()
+    lane.close()
+    lane.join(5)
+    assert not lane.is_alive
+    leaving.join()
+    context.term()
+"""
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr

@@ -6,15 +6,16 @@ it has been put on the wire, so that what is missing then is lost, not late. FEN
 far, nack_seq = number of the last NACK acted upon, block_count = number of lanes this round goes over.
 
 A PROBE belongs to no transfer: its bytes are timed and dropped. A CHUNK with the flag SHARED_MEMORY is a notice: its payload frame is
-empty, and its bytes stand in the sender's segment, from `segment_offset` on. With the flag DEVICE_MEMORY the payload frame says where the
-bytes of each unit stand in the sender's GPU memory: an offset of eight bytes, little-endian, for each.
+empty, and its bytes stand in the sender's segment, from `segment_offset` on. Where its units stand apart (flag SCATTERED), and always in a
+GPU's memory (flag DEVICE_MEMORY), the payload frame says where each does: an offset of eight bytes, little-endian; and `segment_offset` is
+that frame's checksum.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum, IntFlag
 from operator import attrgetter
@@ -49,6 +50,7 @@ class Flags(IntFlag):
     RETRY = 2
     SHARED_MEMORY = 4
     DEVICE_MEMORY = 8
+    SCATTERED = 16
 
 
 class KVDtype(IntEnum):
@@ -95,9 +97,10 @@ def checksum(payload: bytes | memoryview) -> int:
     return xxhash.xxh3_64_intdigest(payload)
 
 
-def chunk_checksum(payload: bytes | memoryview, num_parts: int) -> int:
+def chunk_checksum(payload: memoryview, num_parts: int, checksum: Callable[[memoryview], int] = checksum) -> int:
     """Of a chunk of `num_parts` units: the xxh3_64 of one, or of the xxh3_64s of several (eight bytes each, little-endian), their bytes
-    being equal parts of the payload. That of all bytes in a row would be one long chain, which a GPU computes slowly."""
+    being equal parts of the payload. That of all bytes in a row would be one long chain, which a GPU computes slowly. `checksum`: of one
+    part."""
     if num_parts == 1:
         return checksum(payload)
     part_nbytes = len(payload) // num_parts
@@ -152,9 +155,14 @@ class DataHeader:
     trace_flags: int = 0
 
     @property
+    def has_places(self) -> bool:
+        """The payload frame says where the units stand."""
+        return bool((Flags.DEVICE_MEMORY | Flags.SCATTERED) & self.flags)
+
+    @property
     def frame_nbytes(self) -> int:
         """Of the payload frame."""
-        if Flags.DEVICE_MEMORY in self.flags:
+        if self.has_places:
             return 8 * self.block_count
         return 0 if Flags.SHARED_MEMORY in self.flags else self.payload_nbytes
 
@@ -187,7 +195,7 @@ class DataHeader:
                 named[field] = kind(named[field])
             except ValueError:
                 raise ProtocolError(f"data header: {field} {named[field]} is not of KVX/1; the peer speaks another version") from None
-        if named["flags"] & ~0x0F:
+        if named["flags"] & ~0x1F:
             raise ProtocolError(f"data header: flags {named['flags']:#x} are not of KVX/1; the peer speaks another version")
         named["flags"] = Flags(named["flags"])
         header = cls(**named)
@@ -208,6 +216,8 @@ class DataHeader:
             raise ProtocolError("data header: a chunk has a payload and a fence has none")
         if (is_shared or is_on_device) and (self.msg_type is not MessageType.CHUNK or (is_shared and is_on_device)):
             raise ProtocolError("data header: only a chunk can stand in the sender's memory, and in one kind of it")
+        if Flags.SCATTERED in self.flags and not is_shared:
+            raise ProtocolError("data header: only in shared memory can units stand apart")
 
 
 _FIELD_NAMES = tuple(field.name for field in fields(DataHeader))

@@ -55,13 +55,18 @@ class WireCodec:
         return None
 
     @property
+    def is_plain(self) -> bool:
+        """What travels is what stands in the sender's blocks."""
+        return self.scale is ScaleCode.NONE
+
+    @property
     def scale_nbytes(self) -> int:
         """Of one group: K or V of one layer of one unit."""
         return 4 if self.scale is ScaleCode.PER_UNIT_LAYER_KV else 0
 
     def encode(self, data: memoryview, num_groups: int) -> memoryview:
         """What travels for `data`, whose groups stand one after the other; `data` itself where nothing is to be done."""
-        if self.scale is ScaleCode.NONE:
+        if self.is_plain:
             return data
         values = np.frombuffer(data, _NUMPY[self.source]).reshape(num_groups, -1).astype(np.float32)
         largest = np.abs(values).max(axis=1)

@@ -21,6 +21,7 @@ from shared.transport.protocol.transport_name import network_identity
 from shared.transport.receiving.peer_table import LaneAddresses
 from shared.transport.receiving.receiver_state import ReceiverState
 from shared.transport.wires.curve import CurveKeys, DoorKeeper, load_key_file, serve_with
+from shared.transport.wires.message_memory import keep_message_memory
 from shared.transport.wires.zmq_sockets import (
     SyncContext,
     SyncSocket,
@@ -58,6 +59,7 @@ class KVReceiver:
 
         Raises ConfigurationError for addresses that cannot work.
         """
+        keep_message_memory()
         bind_host = bind_host or settings.bind_host
         host = advertised_host(bind_host, advertise_host or settings.advertise_host)
         self._clock = clock

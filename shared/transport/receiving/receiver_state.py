@@ -22,7 +22,7 @@ from shared.errors import PagewireError, ProtocolError, TransferError
 from shared.ids import new_grant_id
 from shared.transport.connector import BlockMemory, CommitInfo, ReceiverEvents, ReceiverWire
 from shared.transport.protocol import control
-from shared.transport.protocol.frames import ChecksumCode, DataHeader, Flags, MessageType, checksum, chunk_checksum
+from shared.transport.protocol.frames import ChecksumCode, DataHeader, Flags, MessageType, checksum, chunk_checksum, join_checksums
 from shared.transport.protocol.kv_layout import KVLayout
 from shared.transport.protocol.limits import (
     LATE_TICK_S,
@@ -31,8 +31,9 @@ from shared.transport.protocol.limits import (
     MAX_WAITING_OFFERS_PER_PEER,
     OFFER_WAIT_S,
 )
+from shared.transport.protocol.region import Region
 from shared.transport.protocol.seq_ranges import to_ranges
-from shared.transport.protocol.wire_plan import source_ranks
+from shared.transport.protocol.wire_plan import WirePlan, source_ranks
 from shared.transport.receiving.incoming import Incoming, Stream
 from shared.transport.receiving.peer_table import LaneAddresses, PeerTable
 
@@ -300,12 +301,13 @@ class ReceiverState:
             if header.msg_type is MessageType.FENCE:
                 self._on_fence(stream, lane, header)
                 return
-            source = self._source(stream, header, payload)
-            if source is None or not self._claim(stream, header):
+            is_readable = not header.has_places or checksum(payload) == header.segment_offset
+            sources = self._sources(stream, header, payload) if is_readable else [payload]
+            if not sources or not self._claim(stream, header):
                 return
         is_sound, fault = False, ""
         try:
-            is_sound = self._write(stream, header, source)
+            is_sound = is_readable and self._write(stream, header, sources)
         except Exception as error:
             logger.exception("KV transfer %s: cannot write a block", stream.incoming.transfer_id)
             fault = f"the decode worker cannot write a block: {error}"
@@ -536,23 +538,26 @@ class ReceiverState:
             return None
         return stream
 
-    def _source(self, stream: Stream, header: DataHeader, payload: memoryview) -> memoryview | None:
-        """Where a chunk's bytes are: in the message, or in the sender's segment. None: nowhere."""
+    def _sources(self, stream: Stream, header: DataHeader, payload: memoryview) -> list[memoryview]:
+        """Where a chunk's bytes are: in the message, or in the sender's segment, in one piece or each unit by itself. Empty: nowhere."""
         if Flags.DEVICE_MEMORY in header.flags and stream.device is None:
             self._counters["bad_headers"] += 1
             self._fail(stream.incoming, "the sender has shown no GPU memory")
-            return None
+            return []
         if Flags.SHARED_MEMORY not in header.flags:
-            return payload
+            return [payload]
         peer = self._peers.get(stream.peer, stream.src_incarnation)
         try:
             if peer is None or peer.segment is None:
                 raise TransferError("the sender has shown no segment")
-            return peer.segment.read(header.segment_offset, header.payload_nbytes)
+            if Flags.SCATTERED not in header.flags:
+                return [peer.segment.read(header.segment_offset, header.payload_nbytes)]
+            offsets, unit_nbytes = struct.unpack(f"<{header.block_count}Q", payload), header.payload_nbytes // header.block_count
+            return [peer.segment.read(offset, unit_nbytes) for offset in offsets]
         except TransferError as error:
             self._counters["bad_headers"] += 1
             self._fail(stream.incoming, error.message)
-            return None
+            return []
 
     def _claim(self, stream: Stream, header: DataHeader) -> bool:
         if stream.has(header.chunk_seq):
@@ -571,21 +576,27 @@ class ReceiverState:
             return False
         return True
 
-    def _write(self, stream: Stream, header: DataHeader, source: memoryview) -> bool:
+    def _write(self, stream: Stream, header: DataHeader, sources: Sequence[memoryview]) -> bool:
         """Without the lock: into the blocks, if it is what was sent."""
         plan = stream.plan
         regions = plan.target_regions(header, stream.incoming.block_ids)
         if Flags.DEVICE_MEMORY in header.flags:
             assert self._memory.gpu is not None
-            offsets = struct.unpack(f"<{header.block_count}Q", source)
+            offsets = struct.unpack(f"<{header.block_count}Q", sources[0])
             return self._memory.gpu.write_from(stream.device, offsets, regions) == header.checksum
-        num_groups = 2 * header.layer_count * header.block_count
-        decoded = plan.codec.decode(source, num_groups)
+        if len(sources) == 1:
+            return self._write_units(plan, header, regions, sources[0]) == header.checksum
+        landed = [self._write_units(plan, header, [region], source) for region, source in zip(regions, sources, strict=True)]
+        return join_checksums(landed) == header.checksum
+
+    def _write_units(self, plan: WirePlan, header: DataHeader, regions: Sequence[Region], source: memoryview) -> int:
+        """The units of `regions` stand in `source`. Gives their checksum."""
+        decoded = plan.codec.decode(source, 2 * header.layer_count * len(regions))
         # What is checked is what has landed: the sender's memory may change while it is read. It counts for nothing until then.
         landed = self._memory.write(regions, decoded)
         if landed is None or decoded is not source:
-            landed = chunk_checksum(source, header.block_count)
-        return landed == header.checksum
+            return chunk_checksum(source, len(regions), self._memory.checksum)
+        return landed
 
     def _settle(self, stream: Stream, header: DataHeader, is_sound: bool, fault: str) -> None:
         now = self._clock.now_s()

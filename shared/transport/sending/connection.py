@@ -52,7 +52,10 @@ class Connection:
         """Up to which size blocks are put together."""
         if self.transport == "cuda":
             return MAX_DEVICE_NOTICE_BYTES
-        return min(memory.preferred_chunk_bytes, max(self.max_chunk_bytes, MAX_NOTICE_BYTES if self.transport == "shm" else 0))
+        if self.transport == "shm" and self.agreed.codec.is_plain:
+            preferred = memory.preferred_notice_bytes if self.agreed.is_whole else memory.preferred_chunk_bytes
+            return min(preferred, MAX_NOTICE_BYTES)
+        return min(memory.preferred_chunk_bytes, self.max_chunk_bytes)
 
     @property
     def num_in_flight(self) -> int:

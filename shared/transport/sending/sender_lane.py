@@ -74,8 +74,7 @@ class SenderLane:
         return self._thread.is_alive()
 
     def close(self) -> None:
-        """Stop at once; what is queued is dropped. On the thread that reads `connection_changes`."""
-        self._monitor.close(0)
+        """Stop at once; what is queued is dropped. On the thread that reads `connection_changes`, which is not called again."""
         with self._changed:
             self._is_closed.set()
             self._changed.notify()
@@ -96,8 +95,10 @@ class SenderLane:
                 self._report(message, ChunkRead(message.header, failure=failure or "the lane was closed"))
             else:
                 self._take(message)
-        # After close() nothing is put any more: it comes from the thread that sends.
+        # After close() nothing is put any more: it comes from the thread that sends. Its monitor ends before the socket that is read does:
+        # libzmq reports an event to nobody for ever, with a lock held for which disable_monitor waits with the interpreter's.
         self._sock.disable_monitor()
+        self._monitor.close(0)
         self._sock.close(0)
         self._context.term()
 

@@ -1,6 +1,7 @@
 """Copies from GPU to GPU as the protocol sees them, with ordinary memory in a GPU's place. The real thing: test_kv_gpu_processes."""
 
 import random
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -125,14 +126,30 @@ def test_places_outside_the_memory_fail_the_transfer():
     assert "outside GPU memory" in str(carry(pair))
 
 
+def test_places_that_are_damaged_on_their_way_are_sent_again():
+    pair, damaged = pair_of(), []
+    post = pair.network.post_data
+
+    def flip(sender, endpoint, lane, header: DataHeader, payload):
+        if Flags.DEVICE_MEMORY in header.flags and not damaged:
+            damaged.append(header.chunk_seq)
+            payload = memoryview(bytes([*payload[:-1], payload[-1] ^ 0x80]))
+        post(sender, endpoint, lane, header, payload)
+
+    pair.network.post_data = flip
+    assert carry(pair) is None
+    assert damaged
+    assert pair.is_copied(list(range(16)))
+
+
 def test_a_notice_without_memory_that_was_shown_fails_the_transfer():
     pair = pair_of(kv_transport="tcp")
     post = pair.network.post_data
 
     def lie(sender, endpoint, lane, header: DataHeader, payload):
         if header.payload_nbytes:
-            header = DataHeader(**{**{name: getattr(header, name) for name in header.__slots__}, "flags": Flags.DEVICE_MEMORY})
             payload = memoryview(np.zeros(header.block_count, np.int64)).cast("B")
+            header = replace(header, flags=Flags.DEVICE_MEMORY, segment_offset=xxh3(payload))
         post(sender, endpoint, lane, header, payload)
 
     pair.network.post_data = lie
