@@ -402,6 +402,6 @@ class RandomUse(RuleBasedStateMachine):
 
 
 RandomUse.TestCase.settings = settings(
-    max_examples=200, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+    max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
 )
 TestRandomUse = RandomUse.TestCase
