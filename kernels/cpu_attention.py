@@ -17,6 +17,7 @@ import torch
 
 from kernels import reference
 from kernels.build import KernelBuildError, Library, check, cpu_flags, load
+from kernels.cpu_thread_pool import run_on_threads
 from kernels.sdpa_attention import SDPAPagedAttention
 
 _log = logging.getLogger(__name__)
@@ -33,7 +34,10 @@ class _Arguments(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "key_cache", "value_cache", "out")),
-        *((name, ctypes.c_void_p) for name in ("blocks", "first_block", "query_start", "query_lens", "seq_lens", "alibi_slopes")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("blocks", "first_block", "query_start", "query_lens", "seq_lens", "alibi_slopes", "run_on_threads")
+        ),
         *((name, ctypes.c_int64) for name in ("num_seqs", "num_heads", "num_kv_heads", "head_dim", "block_size")),
         *((name, ctypes.c_int64) for name in ("query_stride", "cache_block_stride", "cache_head_stride", "sliding_window", "num_threads")),
         *((name, ctypes.c_float) for name in ("scale", "soft_cap")),
@@ -72,6 +76,7 @@ def _launcher(dtype: torch.dtype, head_dim: int) -> _Launcher | None:
         if wanted not in _launchers:
             try:
                 launcher = load(library(dtype, head_dim)).cpu_paged_attention
+                run_on_threads()
             except (KernelBuildError, OSError) as error:
                 _log.warning("attention on the CPU runs on torch, which is several times slower in decode: %s", error)
                 _launchers[wanted] = None
@@ -110,6 +115,9 @@ class CPUPagedAttention:
         self._query_start = np.array(query_start_loc, np.int64)
         self._query_lens = np.diff(self._query_start)
         self._seq_lens = np.array(seq_lens, np.int64)
+        arrays = (self._blocks, self._first_block, self._query_start, self._query_lens, self._seq_lens)
+        self._addresses = tuple(array.ctypes.data for array in arrays)  # once: asking takes longer than many a layer's attention
+        self._max_query_len = int(self._query_lens.max(initial=0))
         self._on_torch: SDPAPagedAttention | None = None
         self._chunks: list[tuple[int, int, SDPAPagedAttention]] | None = None
 
@@ -138,17 +146,17 @@ class CPUPagedAttention:
         if not query.dtype == key_cache.dtype == value_cache.dtype:
             raise ValueError(f"key_cache and value_cache must be {query.dtype} as the query is")
         out = torch.empty(query.shape, dtype=query.dtype)
-        query_lens = self._query_lens
+        blocks, first_block, query_start, query_lens, seq_lens = self._addresses
         has_options = alibi_slopes is not None or sliding_window is not None or soft_cap is not None
-        if query.dtype is torch.bfloat16 and not has_options and _has_matrix_unit() and query_lens.max(initial=0) >= MIN_MATRIX_UNIT_TOKENS:
+        if query.dtype is torch.bfloat16 and not has_options and _has_matrix_unit() and self._max_query_len >= MIN_MATRIX_UNIT_TOKENS:
             for start, end, on_torch in self._long_chunks():
                 out[start:end] = on_torch(query[start:end], key_cache, value_cache, scale)
-            query_lens = np.where(query_lens >= MIN_MATRIX_UNIT_TOKENS, 0, query_lens)
+            short = np.where(self._query_lens >= MIN_MATRIX_UNIT_TOKENS, 0, self._query_lens)
+            query_lens = short.ctypes.data
         slopes = None if alibi_slopes is None else alibi_slopes.to(torch.float32).contiguous()
         arguments = _Arguments(
             query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), out.data_ptr(),
-            self._blocks.ctypes.data, self._first_block.ctypes.data, self._query_start.ctypes.data, query_lens.ctypes.data,
-            self._seq_lens.ctypes.data, None if slopes is None else slopes.data_ptr(),
+            blocks, first_block, query_start, query_lens, seq_lens, None if slopes is None else slopes.data_ptr(), run_on_threads(),
             len(self._seq_lens), self._num_heads, self._num_kv_heads, head_dim, self._block_size,
             query.stride(0), key_cache.stride(0), key_cache.stride(1), sliding_window or 0, torch.get_num_threads(),
             scale, soft_cap or 0.0,

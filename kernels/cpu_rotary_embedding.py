@@ -9,6 +9,7 @@ import logging
 import torch
 
 from kernels.build import KernelBuildError, Library, load
+from kernels.cpu_thread_pool import run_on_threads
 
 ELEMENTS = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -21,11 +22,12 @@ class _Arguments(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "positions", "slots", "cos", "sin", "key_cache", "value_cache")),
+        ("run_on_threads", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("query_stride", "query_head_stride", "key_stride", "key_head_stride")),
         *((name, ctypes.c_int64) for name in ("value_stride", "value_head_stride")),
         *((name, ctypes.c_int64) for name in ("k_block_stride", "k_head_stride", "v_block_stride", "v_head_stride")),
         *((name, ctypes.c_int64) for name in ("max_positions", "num_slots", "num_tokens", "num_slot_entries")),
-        *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "head_dim", "rotary_dim", "block_size")),
+        *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "head_dim", "rotary_dim", "block_size", "num_threads")),
     )
 
 
@@ -42,6 +44,7 @@ def _library(dtype: torch.dtype) -> Library:
 def _kernel(dtype: torch.dtype) -> ctypes._NamedFuncPointer | None:
     try:
         kernel = load(_library(dtype)).cpu_rotary_embedding_and_cache
+        run_on_threads()
     except (KernelBuildError, OSError) as error:
         _log.warning("rotary embedding on the CPU runs on torch, which is slower for chunks: %s", error)
         return None
@@ -56,7 +59,18 @@ def prepare(dtype: torch.dtype) -> None:
 
 def rotate(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
     """`rotary_embedding`. False: nothing was done, torch has to. Raises IndexError for a position that does not exist."""
-    return _run(_arguments(query, key, positions, cos, sin), query, positions, None)
+    kernel = _kernel(query.dtype)
+    if kernel is None:
+        return False
+    arguments = _Arguments(
+        query.data_ptr(), key.data_ptr(), None, positions.data_ptr(), None, cos.data_ptr(), sin.data_ptr(), None, None, run_on_threads(),
+        *query.stride()[:2], *key.stride()[:2], 0, 0, 0, 0, 0, 0,
+        len(cos), 0, len(query), 0, query.shape[1], key.shape[1], query.shape[2], 2 * cos.shape[1], 1, torch.get_num_threads(),
+    )  # fmt: skip
+    wrong = kernel(ctypes.byref(arguments))
+    if wrong >= 0:
+        raise outside(wrong, positions, len(cos), None, 0)
+    return True
 
 
 def rotate_and_cache(
@@ -70,36 +84,45 @@ def rotate_and_cache(
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> bool:
-    """`rotary_embedding_and_cache` for caches in the engine's layout and the query's type. False: nothing was done, torch has to. Raises
-    IndexError for a position or slot that does not exist."""
-    if key_cache.dim() != 4 or key_cache.dtype != query.dtype:
+    """`rotary_embedding_and_cache` for caches in the engine's layout and the query's type. False: nothing was done, since there is no
+    kernel or the tensors are not laid out so. Raises IndexError for a position or slot that does not exist."""
+    dtype = query.dtype
+    if not (query.dim() == key.dim() == value.dim() == 3 and key_cache.dim() == value_cache.dim() == 4):
         return False
-    arguments = _arguments(query, key, positions, cos, sin)
-    arguments.value, arguments.value_stride, arguments.value_head_stride = value.data_ptr(), value.stride(0), value.stride(1)
-    arguments.key_cache, arguments.value_cache = key_cache.data_ptr(), value_cache.data_ptr()
-    arguments.k_block_stride, arguments.k_head_stride = key_cache.stride(0), key_cache.stride(1)
-    arguments.v_block_stride, arguments.v_head_stride = value_cache.stride(0), value_cache.stride(1)
-    arguments.block_size, arguments.num_slots = key_cache.shape[2], len(key_cache) * key_cache.shape[2]
-    arguments.slots, arguments.num_slot_entries = slot_mapping.data_ptr(), len(slot_mapping)
-    return _run(arguments, query, positions, slot_mapping)
-
-
-def _arguments(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> _Arguments:
-    return _Arguments(
-        query=query.data_ptr(), key=key.data_ptr(), positions=positions.data_ptr(), cos=cos.data_ptr(), sin=sin.data_ptr(),
-        query_stride=query.stride(0), query_head_stride=query.stride(1), key_stride=key.stride(0), key_head_stride=key.stride(1),
-        max_positions=len(cos), num_tokens=len(query), num_heads=query.shape[1], num_kv_heads=key.shape[1], head_dim=query.shape[2],
-        rotary_dim=2 * cos.shape[1], block_size=1,
-    )  # fmt: skip
-
-
-def _run(arguments: _Arguments, query: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor | None) -> bool:
-    kernel = _kernel(query.dtype)
+    if not (dtype == key.dtype == value.dtype == key_cache.dtype == value_cache.dtype and dtype in ELEMENTS):
+        return False
+    num_tokens, num_heads, head_dim = query.shape
+    num_blocks, num_kv_heads, block_size, _ = cache_shape = key_cache.shape
+    strides = query.stride(), key.stride(), value.stride()
+    k_strides, v_strides = key_cache.stride(), value_cache.stride()
+    if not (
+        key.shape == value.shape == (num_tokens, num_kv_heads, head_dim)
+        and value_cache.shape == cache_shape
+        and cache_shape[3] == head_dim
+        and strides[0][2] == strides[1][2] == strides[2][2] == 1
+        and k_strides[2:] == v_strides[2:] == (head_dim, 1)
+        and positions.shape == (num_tokens,)
+        and cos.shape == sin.shape
+        and 2 * cos.shape[1] <= head_dim
+        and len(slot_mapping) <= num_tokens
+        and positions.dtype == slot_mapping.dtype == torch.int64
+        and cos.dtype == sin.dtype == torch.float32
+        and positions.is_contiguous() and slot_mapping.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
+    ):  # fmt: skip
+        return False
+    kernel = _kernel(dtype)
     if kernel is None:
         return False
+    arguments = _Arguments(
+        query.data_ptr(), key.data_ptr(), value.data_ptr(), positions.data_ptr(), slot_mapping.data_ptr(), cos.data_ptr(), sin.data_ptr(),
+        key_cache.data_ptr(), value_cache.data_ptr(), run_on_threads(),
+        *strides[0][:2], *strides[1][:2], *strides[2][:2], *k_strides[:2], *v_strides[:2],
+        len(cos), num_blocks * block_size, num_tokens, len(slot_mapping), num_heads, num_kv_heads, head_dim, 2 * cos.shape[1], block_size,
+        torch.get_num_threads(),
+    )  # fmt: skip
     wrong = kernel(ctypes.byref(arguments))
     if wrong >= 0:
-        raise outside(wrong, positions, arguments.max_positions, slot_mapping, arguments.num_slots)
+        raise outside(wrong, positions, len(cos), slot_mapping, num_blocks * block_size)
     return True
 
 

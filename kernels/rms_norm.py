@@ -8,6 +8,7 @@ import functools
 import torch
 import torch.nn.functional as F
 
+from kernels import cpu_elementwise
 from kernels.build import Library, launch, load
 from kernels.op_library import LIBRARY
 
@@ -21,6 +22,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x: [num_rows, size], rows may be strided; weight: [size] in the type of x (fp16, bf16, fp32). Returns a new contiguous tensor.
     Raises ValueError."""
     _check("x", x, x, weight)
+    if not x.is_cuda and (normed := cpu_elementwise.rms_norm(x, weight, eps)) is not None:
+        return normed  # past the dispatcher, which costs a decode step on the CPU more than the kernel does
     result: torch.Tensor = torch.ops.pagewire.rms_norm(x, weight, eps)
     return result
 
@@ -78,11 +81,12 @@ def _fused_add_rms_norm_cuda(x: torch.Tensor, residual: torch.Tensor, weight: to
 
 
 def _rms_norm_cpu(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return F.rms_norm(x, weight.shape, weight, eps)
+    result = cpu_elementwise.rms_norm(x, weight, eps)
+    return F.rms_norm(x, weight.shape, weight, eps) if result is None else result
 
 
 def _fused_add_rms_norm_cpu(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
-    x.copy_(F.rms_norm(residual.add_(x), weight.shape, weight, eps))
+    x.copy_(_rms_norm_cpu(residual.add_(x), weight, eps))
 
 
 LIBRARY.impl("rms_norm", _rms_norm_cpu, "CPU")

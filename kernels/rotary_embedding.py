@@ -49,6 +49,11 @@ def rotary_embedding_and_cache(
 ) -> None:
     """`rotary_embedding`, then `reshape_and_cache` of the rotated keys, in one pass over them; see both for what is expected. All rows
     are rotated, those that slot_mapping gives a slot are also cached."""
+    if not query.is_cuda and kv_cache_dtype == "auto" and k_scale == v_scale == 1.0:
+        # Past the checks below and the dispatcher, which cost a decode step on the CPU more than the kernel does.
+        tokens = query, key, value, positions, cos, sin
+        if cpu_rotary_embedding.rotate_and_cache(*tokens, key_cache, value_cache, slot_mapping):
+            return
     _check(query, key, positions, cos, sin)
     check_new_tokens(key, value, slot_mapping)
     key_cache, value_cache = typed_caches(key_cache, value_cache, kv_cache_dtype, key.dtype)

@@ -7,7 +7,7 @@ import functools
 
 import torch
 
-from kernels import reference
+from kernels import cpu_elementwise, reference
 from kernels.build import Library, launch, load
 from kernels.op_library import LIBRARY
 
@@ -23,6 +23,8 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"x must be [num_rows, 2 * size] with contiguous rows, not {list(x.shape)} with strides {x.stride()}")
     if x.dtype not in SCALARS:
         raise ValueError(f"x is {x.dtype}; give float16, bfloat16 or float32")
+    if not x.is_cuda and (activated := cpu_elementwise.silu_and_mul(x)) is not None:
+        return activated  # past the dispatcher, which costs a decode step on the CPU more than the kernel does
     result: torch.Tensor = torch.ops.pagewire.silu_and_mul(x)
     return result
 
@@ -52,6 +54,11 @@ def _silu_and_mul_cuda(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-LIBRARY.impl("silu_and_mul", reference.silu_and_mul, "CPU")
+def _silu_and_mul_cpu(x: torch.Tensor) -> torch.Tensor:
+    result = cpu_elementwise.silu_and_mul(x)
+    return reference.silu_and_mul(x) if result is None else result
+
+
+LIBRARY.impl("silu_and_mul", _silu_and_mul_cpu, "CPU")
 LIBRARY.impl("silu_and_mul", _silu_and_mul_cuda, "CUDA")
 LIBRARY.impl("silu_and_mul", _empty_like_half, "Meta")

@@ -50,6 +50,9 @@ def up(
     load_format: Annotated[str | None, typer.Option(help="dummy: random weights, for a directory that has none.")] = None,
     kv_wire_dtype: Annotated[str | None, typer.Option(help="How KV values travel: auto (unchanged) or fp8 (a quarter of fp32).")] = None,
     kv_host_cache_gib: KVHostCacheGiB = None,
+    cpu_weights: Annotated[
+        str | None, typer.Option(help="Weights on a CPU: stored (as the model file has them; the default), fp16 or fp32.")
+    ] = None,
     redis: RedisUrl = None,
     api_key: ApiKeys = None,
     as_json: Json = False,
@@ -72,6 +75,7 @@ def up(
         kv_host_cache_gib=kv_host_cache_gib,
         load_format=load_format,
         tensor_parallel_size=tensor_parallel,
+        cpu_weights=cpu_weights,
     )
     if settings.tensor_parallel_size > 1 and not settings.aggregated:
         raise ConfigurationError("--tensor-parallel needs --aggregated: KV of several ranks cannot go from one worker to another yet")

@@ -30,10 +30,15 @@ class Settings(BaseModel):
     load_format: Literal["auto", "dummy"] = Field(
         "auto", description="dummy: random weights for a Hugging Face directory that has none, to measure speed"
     )
+    cpu_weights: Literal["auto", "stored", "fp16", "fp32"] = Field(
+        "auto",
+        description="weights of an engine on a CPU. stored: as the model file has them, expanded on the fly; fp16: rounded to that; fp32; "
+        "auto: stored",
+    )
     tensor_parallel_size: int = Field(
         1, ge=1, le=64, description="decode in aggregated mode: processes, on GPUs one for each, that share each layer of the model"
     )
-    num_threads: int | None = Field(None, ge=1, description="CPU threads of a worker's engine; default: all cores")
+    num_threads: int | None = Field(None, ge=1, description="CPU threads of a worker's engine; default: all cores it may use")
 
     # Where things are
     redis_url: str = Field("redis://127.0.0.1:6379/0", description="also read from REDIS_URL")

@@ -8,7 +8,6 @@
 // Vectors are the compiler's own (GCC, Clang): the same source serves AVX-512, AVX2, NEON and plain SSE2.
 // Macros: ELEMENT (float, bf16, fp16: type of query, caches and output) and HEAD_DIM_FACTOR (a power of two that divides head_dim);
 // one library has one of each, since all of them together take a minute to compile.
-#include <dlfcn.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -18,15 +17,12 @@
 #include <cmath>
 #include <limits>
 #include <memory>
-#include <thread>
 #include <type_traits>
 #include <utility>
 #include <vector>
-#ifdef __APPLE__
-#include <dispatch/dispatch.h>
-#endif
 
-#include "cpu_numbers.h"
+#include "cpu_thread_pool.h"
+#include "cpu_vectors.h"
 
 #ifndef ELEMENT
 #define ELEMENT float
@@ -38,13 +34,6 @@
 
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int NATIVE = 16;
-#elif defined(__AVX__)
-constexpr int NATIVE = 8;
-#else
-constexpr int NATIVE = 4;
-#endif
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int COLUMNS = 4;  // vectors of a register tile; 32 registers hold 6 x 4 sums and their operands
 #else
@@ -57,78 +46,8 @@ constexpr int TILE_ROWS = 192;      // query rows (tokens x heads of the group) 
 constexpr int INLINE_ELEMENTS = 1 << 15;  // less K and V than this is not worth waking a thread
 constexpr float LOWEST = -std::numeric_limits<float>::infinity();
 
-template <int W> struct Vector {
-    typedef float F __attribute__((vector_size(W * 4)));
-    typedef int32_t I __attribute__((vector_size(W * 4)));
-    typedef uint32_t U __attribute__((vector_size(W * 4)));
-    typedef uint16_t H __attribute__((vector_size(W * 2)));
-};
-template <int W> using F = typename Vector<W>::F;
-
-template <int W> inline F<W> load(const float* p) {
-    F<W> v;
-    memcpy(&v, p, sizeof v);
-    return v;
-}
-template <int W> inline F<W> load(const bf16* p) {
-    typename Vector<W>::H h;
-    memcpy(&h, p, sizeof h);
-    auto bits = __builtin_convertvector(h, typename Vector<W>::U) << 16;
-    return (F<W>)bits;
-}
-template <int W> inline F<W> load(const fp16* p) {
-    typedef typename Vector<W>::U U;
-    typename Vector<W>::H h;
-    memcpy(&h, p, sizeof h);
-    U wide = __builtin_convertvector(h, U);
-    // The exponent is rebiased by a product, which handles subnormals too; Inf and NaN get the largest exponent afterwards.
-    U magnitude = (wide & 0x7fffu) << 13;
-    F<W> value = (F<W>)magnitude * 0x1p112f;
-    U special = (U)((wide & 0x7c00u) == 0x7c00u) & 0x7f800000u;
-    return (F<W>)((U)value | special | ((wide & 0x8000u) << 16));
-}
-template <int W> inline void store(float* p, F<W> v) { memcpy(p, &v, sizeof v); }
-
 typedef ELEMENT E;
 constexpr int LANES = HEAD_DIM_FACTOR < NATIVE ? HEAD_DIM_FACTOR : NATIVE;  // of vectors along head_dim
-
-// exp for x <= 88; 0 at and below -87, NaN stays (Cephes' polynomial, 2 ulp).
-template <int W> inline F<W> exp(F<W> x) {
-    typedef typename Vector<W>::I I;
-    I below = x <= -87.0f;
-    x = below ? (F<W>)(I{} + 0) : x;
-    F<W> shifted = x * 1.44269504088896341f + 12582912.0f;  // 1.5 x 2^23: rounds to an integer, kept in the low bits
-    F<W> n = shifted - 12582912.0f;
-    F<W> r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    F<W> p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    I scaled = (I)p + ((I)shifted << 23);
-    return (F<W>)(scaled & ~below);
-}
-
-template <int W> inline float sum(F<W> v) {
-    if constexpr (W == 2) return v[0] + v[1];
-    else {
-        F<W / 2> low, high;
-        memcpy(&low, &v, sizeof low);
-        memcpy(&high, (const char*)&v + sizeof low, sizeof high);
-        return sum<W / 2>(low + high);
-    }
-}
-template <int W> inline F<W> larger(F<W> a, F<W> b) { return a > b ? a : b; }
-template <int W> inline float largest(F<W> v) {
-    if constexpr (W == 2) return v[0] > v[1] ? v[0] : v[1];
-    else {
-        F<W / 2> low, high;
-        memcpy(&low, &v, sizeof low);
-        memcpy(&high, (const char*)&v + sizeof low, sizeof high);
-        return largest<W / 2>(larger<W / 2>(low, high));
-    }
-}
 
 }  // namespace
 
@@ -142,6 +61,7 @@ struct Arguments {
     const int64_t* query_lens;    // [num_seqs]
     const int64_t* seq_lens;      // [num_seqs]
     const float* alibi_slopes;    // [num_heads] or null
+    RunOnThreads run_on_threads;
     int64_t num_seqs, num_heads, num_kv_heads, head_dim, block_size;
     int64_t query_stride;                        // elements between tokens; heads are head_dim apart
     int64_t cache_block_stride, cache_head_stride;  // elements, the same for K and V
@@ -170,12 +90,6 @@ struct Plan {
     int64_t group;
     explicit Plan(const Arguments& arguments) : a(arguments), partials(nullptr), group(arguments.num_heads / arguments.num_kv_heads) {}
 };
-
-// Grows and is kept: pages of a fresh allocation would be touched anew in every layer.
-inline float* scratch(std::vector<float>& memory, size_t count) {
-    if (memory.size() < count + 16) memory.resize(count + 16);
-    return (float*)(((uintptr_t)memory.data() + 63) & ~(uintptr_t)63);
-}
 
 // The K or V row of each of `count` tokens from `first` on.
 inline void find_rows(const Arguments& a, const E* cache, const int32_t* table, int64_t kv_head, int64_t first, int count, const E** rows) {
@@ -479,25 +393,6 @@ void work(void* data) {
     }
 }
 
-typedef void (*Work)(void*);
-
-// Torch's own OpenMP threads where they are: they spin for a while after each region, and threads of ours would have to wait for their cores.
-void run_on_threads(Work body, void* data, int num_threads) {
-    if (num_threads <= 1) return body(data);
-    typedef void (*Parallel)(Work, void*, unsigned, unsigned);
-    static const Parallel parallel = (Parallel)dlsym(RTLD_DEFAULT, "GOMP_parallel");
-    if (parallel) return parallel(body, data, (unsigned)num_threads, 0);
-#ifdef __APPLE__
-    struct Call { Work body; void* data; } call{body, data};
-    dispatch_apply_f((size_t)num_threads, DISPATCH_APPLY_AUTO, &call, [](void* c, size_t) { ((Call*)c)->body(((Call*)c)->data); });
-#else
-    std::vector<std::thread> threads;
-    for (int i = 1; i < num_threads; i++) threads.emplace_back(body, data);
-    body(data);
-    for (std::thread& thread : threads) thread.join();
-#endif
-}
-
 }  // namespace
 
 EXPORT const char* cpu_paged_attention(const Arguments* arguments) {
@@ -540,9 +435,7 @@ EXPORT const char* cpu_paged_attention(const Arguments* arguments) {
         plan.partials = scratch(partials, (size_t)num_parts * plan.group * (a.head_dim + 2));
         plan.num_done.reset(new std::atomic<int>[num_groups]());
     }
-    // All of torch's threads or none, even for a few tasks: a smaller team makes libgomp end the threads that are left over, and the next
-    // region of torch's starts them again.
-    const int64_t num_threads = num_elements < INLINE_ELEMENTS || plan.tasks.size() < 2 ? 1 : a.num_threads;
-    run_on_threads(work, &plan, (int)num_threads);
+    if (num_elements < INLINE_ELEMENTS || plan.tasks.size() < 2) work(&plan);
+    else a.run_on_threads(work, &plan, (int)a.num_threads);
     return nullptr;
 }

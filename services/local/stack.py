@@ -20,6 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from services.local.child import Child
 from services.local.ports import check_port, free_port
 from services.local.redis_server import check_reachable, server_command
+from shared.available_cpus import available_cpus
 from shared.available_memory import available_memory_bytes
 from shared.config import Role, Settings, load_settings
 from shared.errors import ConfigurationError
@@ -97,6 +98,14 @@ class Stack:
                 "max_model_len must be on one side of this model's original context for router, prefill and decode: past it the rotary "
                 "embedding is another one"
             )
+        cpu_weights = [self._of_role(role).cpu_weights for role in roles]
+        if "fp16" in cpu_weights and len(set(cpu_weights)) > 1:  # the others have the model's own values, and so the same KV
+            found = ", ".join(f"{role} {value}" for role, value in zip(roles, cpu_weights, strict=True))
+            raise ConfigurationError(f"cpu_weights fp16 is another model to all but those that have it too: {found}")
+
+    def _of_role(self, role: Role) -> Settings:
+        """A worker's settings, as far as this process hands them on."""
+        return load_settings(role, self._environ(), model=self._settings.model)
 
     def _check_memory(self, source: ModelSource) -> None:
         """Each worker checks its own share too; only here is it known how many there are."""
@@ -106,14 +115,16 @@ class Stack:
         needed = 0
         roles: tuple[tuple[Role, int], ...] = (("prefill", self._plan.num_prefill), ("decode", self._plan.num_decode))
         for role, count in roles:
-            settings = load_settings(role, self._environ(), model=self._settings.model)
+            settings = self._of_role(role)
             needed += count * int(settings.kv_host_cache_gib * (1 << 30))
             if may_use_gpu(settings.device):
                 continue  # its weights and blocks take the GPU's memory, which it looks at itself
             itemsize = 2 if settings.dtype in ("bfloat16", "float16") else 4
             block_nbytes = source.config.kv_bytes_per_token(itemsize) * settings.block_size
             num_blocks = settings.num_blocks or int(settings.kv_cache_gib * (1 << 30)) // block_nbytes
-            needed += count * (source.num_parameters * itemsize + num_blocks * block_nbytes)
+            is_stored = itemsize == 4 and settings.cpu_weights in ("auto", "stored") and source.format != "dummy"
+            weights_nbytes = source.num_stored_bytes if is_stored else source.num_parameters * itemsize
+            needed += count * (weights_nbytes + num_blocks * block_nbytes)
         if needed > available:
             raise ConfigurationError(
                 f"{source.name} on {self._plan.num_prefill + self._plan.num_decode} workers takes {needed >> 20} MiB and "
@@ -123,7 +134,7 @@ class Stack:
 
     def _environ(self) -> dict[str, str]:
         """For every service, with what was settled here; a setting of one role still comes first, where it may."""
-        names = ("model", "kv_transport", "load_format", "kv_wire_dtype", "kv_host_cache_gib", "tensor_parallel_size")
+        names = ("model", "kv_transport", "load_format", "kv_wire_dtype", "kv_host_cache_gib", "cpu_weights", "tensor_parallel_size")
         return {**os.environ, **{f"PAGEWIRE_{name.upper()}": str(getattr(self._settings, name)) for name in names}}
 
     def _start(self, redis_url: str | None) -> None:
@@ -138,7 +149,7 @@ class Stack:
         # Workers before the router: they take longest.
         counts: dict[Literal["prefill", "decode"], int] = {"prefill": plan.num_prefill, "decode": plan.num_decode}
         for role, count in counts.items():
-            num_threads = settings.num_threads or max(1, (os.cpu_count() or 1) // max(1, count * settings.tensor_parallel_size))
+            num_threads = settings.num_threads or max(1, available_cpus() // max(1, count * settings.tensor_parallel_size))
             for index in range(count):
                 name = f"{role}-{index}"
                 extra = {"PAGEWIRE_WORKER_ID": name + suffix, "PAGEWIRE_NUM_THREADS": str(num_threads)}

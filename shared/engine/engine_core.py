@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,8 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels import cpu_attention, cpu_rotary_embedding, cpu_sampling, gpu_attention, sampling
+from kernels import cpu_attention, cpu_elementwise, cpu_rotary_embedding, cpu_sampling, gpu_attention, sampling
 from kernels.checked_copy import compiled_copies
+from shared.available_cpus import available_cpus
 from shared.batch import ScheduledRequest, SchedulerOutput
 from shared.block_hash import BlockHash
 from shared.cache.block_pool import BlockPool
@@ -24,6 +24,7 @@ from shared.engine.device import default_dtype, select_device
 from shared.engine.host_block_store import new_host_block_store
 from shared.engine.kv_cache import KVCache
 from shared.engine.layer_groups import OnLayers, num_groups
+from shared.engine.layers.linear import Weights
 from shared.engine.model_runner import ModelRunner
 from shared.engine.models.registry import build_model
 from shared.engine.prompt_logprobs import score_prompts
@@ -31,7 +32,7 @@ from shared.engine.rotary import RotaryTables
 from shared.engine.step_input import StepInput
 from shared.engine.tensor_parallel.followers import Followers
 from shared.engine.tensor_parallel.sharding import Shard
-from shared.engine.weights import available_bytes, load_weights
+from shared.engine.weights import available_bytes, cpu_storage, load_for_cpu, load_weights
 from shared.errors import ConfigurationError
 from shared.messages import PromptLogprobs
 from shared.model_files.model_source import ModelSource
@@ -89,7 +90,7 @@ class EngineCore:
         self.device = select_device(settings, self._rank_config)
         self.dtype = default_dtype(self.device) if settings.dtype == "auto" else getattr(torch, settings.dtype)
         self.dtype_name = str(self.dtype).removeprefix("torch.")
-        torch.set_num_threads(settings.num_threads or max(1, (os.cpu_count() or 1) // settings.tensor_parallel_size))
+        torch.set_num_threads(settings.num_threads or max(1, available_cpus() // settings.tensor_parallel_size))
         num_blocks = self._num_blocks()
         self.max_model_len = min(
             self.config.max_model_len, settings.max_model_len or self.config.max_model_len, num_blocks * settings.block_size
@@ -124,7 +125,12 @@ class EngineCore:
                 builder.submit(cpu_attention.prepare, self.dtype, self.config.head_dim)
                 builder.submit(cpu_rotary_embedding.prepare, self.dtype)
                 builder.submit(cpu_sampling.prepare)
-            weights = load_weights(source, self.dtype, self.device, progress, pending, self.shard)
+                builder.submit(cpu_elementwise.prepare)
+            storage = cpu_storage(settings, self.dtype, self.device) if self.shard is None else None
+            if storage is None:
+                weights = Weights(load_weights(source, self.dtype, self.device, progress, pending, self.shard))
+            else:
+                weights = load_for_cpu(source, storage, progress, pending)
         self._check_room(num_blocks)
         reduce = self._followers.join() if self._followers is not None else None
         model = build_model(self._rank_config, weights, RotaryTables(self.config, self.max_model_len, self.device), reduce)

@@ -44,16 +44,22 @@ class KVCache:
         self._segment: SharedSegment | None = None
         if device.type == "cuda":
             self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+            self._layers = self._views()
             return
         size_bytes = num_blocks * self.block_nbytes
         self._segment = _new_segment(size_bytes) if is_shared else None
         memory = np.zeros(size_bytes, dtype=np.uint8) if self._segment is None else np.frombuffer(self._segment.view, np.uint8)
         self.tensor = torch.from_numpy(memory).view(dtype).view(shape)
         self._bytes = memory.data
+        self._layers = self._views()
+
+    def _views(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        # Made once: on a CPU two views take as long as many a kernel.
+        return [(layer[:, 0], layer[:, 1]) for layer in self.tensor.unbind(1)]
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Key and value cache of one layer, each a view [num_blocks, num_kv_heads, block_size, head_dim]."""
-        return self.tensor[:, index, 0], self.tensor[:, index, 1]
+        return self._layers[index]
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy block `source`, all layers of it, over block `target`."""

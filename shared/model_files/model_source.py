@@ -9,7 +9,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -68,6 +68,17 @@ class ModelSource:
     @property
     def num_parameters(self) -> int:
         return sum(math.prod(expected.shape) for expected in expected_weights(self.config))
+
+    @property
+    def num_stored_bytes(self) -> int:
+        """Of all weights as the files have them."""
+        return sum(len(stored.data) for _, stored in self.weights())
+
+    def with_cpu_weights(self, cpu_weights: str) -> ModelSource:
+        """The model that the setting makes of it: where it changes the weights' values, KV is not that of the file's own."""
+        if cpu_weights != "fp16":
+            return self
+        return replace(self, fingerprint=hashlib.blake2b(f"{self.fingerprint} fp16".encode(), digest_size=16).hexdigest())
 
     def weights(self) -> Iterator[tuple[ExpectedWeight, StoredTensor]]:
         """Each tensor the model needs with what the file holds for it. ModelLoadError names one that is missing or unfit."""

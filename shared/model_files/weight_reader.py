@@ -26,7 +26,11 @@ _GIB = 1 << 30
 
 def check_fits(source: ModelSource, bytes_per_parameter: float, available_bytes: int | None, where: str = "memory") -> None:
     """ModelLoadError when the weights alone are more than what is free. None: unknown, let it try."""
-    needed = int(source.num_parameters * bytes_per_parameter)
+    check_room(source, int(source.num_parameters * bytes_per_parameter), available_bytes, where)
+
+
+def check_room(source: ModelSource, needed: int, available_bytes: int | None, where: str = "memory") -> None:
+    """The same for weights of so many bytes."""
     if available_bytes is not None and needed > available_bytes:
         raise ModelLoadError(
             f"{source.name} needs {needed / _GIB:.1f} GiB of {where} for its weights and {available_bytes / _GIB:.1f} GiB is free: "
@@ -43,11 +47,15 @@ def unpermuted_rows(num_rows: int, num_heads: int) -> NDArray[np.intp]:
     return np.arange(num_rows, dtype=np.intp).reshape(num_heads, half, 2).swapaxes(1, 2).reshape(-1)
 
 
+def row_order(source: ModelSource, expected: ExpectedWeight) -> NDArray[np.intp] | None:
+    """Row i of a weight, in Hugging Face's order, is row `result[i]` in the file; None: as they lie."""
+    permuted = source.format == "gguf" and expected.permuted_heads > 0
+    return unpermuted_rows(expected.shape[0], expected.permuted_heads) if permuted else None
+
+
 def read_weight(source: ModelSource, expected: ExpectedWeight, stored: StoredTensor, out: Floats | None = None) -> Floats:
     """One tensor as float32, rows in Hugging Face's order; written to `out` when given."""
-    permuted = source.format == "gguf" and expected.permuted_heads > 0
-    row_order = unpermuted_rows(expected.shape[0], expected.permuted_heads) if permuted else None
-    array = dequantize(stored, out, row_order)
+    array = dequantize(stored, out, row_order(source, expected))
     if source.format == "gguf" and expected.gguf_offset:
         array -= np.float32(expected.gguf_offset)
     return array

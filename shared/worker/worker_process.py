@@ -19,7 +19,7 @@ from shared.model_files.model_source import ModelSource, resolve_model
 from shared.model_files.weight_reader import PendingWeights, start_loading
 from shared.nvidia_driver import may_use_gpu
 from shared.worker.metrics import WorkerMetrics
-from shared.worker.process import on_termination, report_progress, report_status, set_up_process
+from shared.worker.process import keep_freed_memory, on_termination, report_progress, report_status, set_up_process
 
 logger = logging.getLogger(__name__)
 
@@ -43,13 +43,15 @@ def run_worker(role: str, settings: Settings, build: Callable[[], BuildWorker]) 
     set_up_process(role)
     # Two workers share a laptop's cores: threads that spin between parallel regions would take them from each other.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    keep_freed_memory()
     tracer = telemetry.setup_tracing(f"pagewire-{role}")
     try:
-        source = resolve_model(settings.model, settings.load_format, settings.max_model_len)
-        # The default engine wants fp32 on the CPU: read the weights while torch, which knows whether there is a GPU, is being imported.
-        is_fp32_on_cpu = settings.dtype in ("auto", "float32") and not may_use_gpu(settings.device) and source.format != "dummy"
+        source = resolve_model(settings.model, settings.load_format, settings.max_model_len).with_cpu_weights(settings.cpu_weights)
+        # Read what the engine is to convert while torch is being imported; "stored" weights are a copy of the file, made in a moment.
+        is_converted = settings.dtype in ("auto", "float32") and settings.cpu_weights in ("fp16", "fp32")
+        is_on_cpu = not may_use_gpu(settings.device) and source.format != "dummy"
         is_whole = settings.tensor_parallel_size == 1
-        pending = start_loading(source, report_progress) if is_fp32_on_cpu and is_whole else None
+        pending = start_loading(source, report_progress) if is_converted and is_on_cpu and is_whole else None
         worker = build()(source, settings, tracer, report_progress, pending)
         if settings.metrics_port:
             start_http_server(settings.metrics_port, registry=WorkerMetrics.registry_of(worker.record))

@@ -34,9 +34,8 @@ class Attention:
     def __call__(self, x: torch.Tensor, metadata: AttentionMetadata, key_cache: torch.Tensor, value_cache: torch.Tensor) -> torch.Tensor:
         """x: [num_tokens, hidden_size] -> the same shape; writes the tokens' K and V. Caches of this layer: [num_blocks, num_kv_heads,
         block_size, head_dim]."""
-        sizes = [self.num_heads * self.head_dim] + [self.num_kv_heads * self.head_dim] * 2
-        rows = torch.split(self.qkv(x), sizes, dim=-1)
-        query, key, value = (part.view(len(part), -1, self.head_dim) for part in rows)
+        heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        query, key, value = torch.split(self.qkv(x).view(len(x), -1, self.head_dim), heads, dim=1)
         if self.query_norm is not None:
             query = self.query_norm(query)
         if self.key_norm is not None:

@@ -24,7 +24,7 @@ FeedForward = Callable[[torch.Tensor], torch.Tensor]
 
 class DecoderLayer(Protocol):
     def __call__(self, x: torch.Tensor, metadata: AttentionMetadata, key_cache: torch.Tensor, value_cache: torch.Tensor) -> torch.Tensor:
-        """x: [num_tokens, hidden_size] -> the same shape; writes the tokens' K and V into this layer's caches."""
+        """x: [num_tokens, hidden_size], which is written over and returned; writes the tokens' K and V into this layer's caches."""
 
     def summed_over_ranks(self, reduce: Reduce) -> DecoderLayer:
         """The same, where each rank computes a share of both parts."""
@@ -38,8 +38,9 @@ class PreNormLayer:
     feed_forward: FeedForward
 
     def __call__(self, x: torch.Tensor, metadata: AttentionMetadata, key_cache: torch.Tensor, value_cache: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.input_norm(x), metadata, key_cache, value_cache)
-        return x + self.feed_forward(self.post_attention_norm(x))
+        x += self.attention(self.input_norm(x), metadata, key_cache, value_cache)
+        x += self.feed_forward(self.post_attention_norm(x))
+        return x
 
     def summed_over_ranks(self, reduce: Reduce) -> PreNormLayer:
         return replace(self, attention=_summed(self.attention, reduce), feed_forward=_summed(self.feed_forward, reduce))
@@ -57,8 +58,9 @@ class SandwichNormLayer:
     post_feed_forward_norm: Norm
 
     def __call__(self, x: torch.Tensor, metadata: AttentionMetadata, key_cache: torch.Tensor, value_cache: torch.Tensor) -> torch.Tensor:
-        x = x + self.post_attention_norm(self.attention(self.input_norm(x), metadata, key_cache, value_cache))
-        return x + self.post_feed_forward_norm(self.feed_forward(self.pre_feed_forward_norm(x)))
+        x += self.post_attention_norm(self.attention(self.input_norm(x), metadata, key_cache, value_cache))
+        x += self.post_feed_forward_norm(self.feed_forward(self.pre_feed_forward_norm(x)))
+        return x
 
     def summed_over_ranks(self, reduce: Reduce) -> SandwichNormLayer:
         return replace(self, attention=_summed(self.attention, reduce), feed_forward=_summed(self.feed_forward, reduce))

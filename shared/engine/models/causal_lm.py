@@ -6,12 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 
 from shared.engine.attention_metadata import AttentionMetadata
 from shared.engine.kv_cache import KVCache
 from shared.engine.layers.decoder_layer import DecoderLayer
-from shared.engine.layers.linear import Linear, Weights
+from shared.engine.layers.linear import Weights, take_embedding
 from shared.engine.layers.norm import NormFactory, RMSNorm
 from shared.model_files.model_config import ModelConfig
 
@@ -30,11 +29,11 @@ class CausalLM:
         """`has_scaled_embedding`: times the square root of hidden_size, rounded to the weights' type."""
         self.config = config
         self.layers = layers
-        self._embed = weights.pop("model.embed_tokens.weight")
+        self._embed = take_embedding(weights, "model.embed_tokens")
         self._final_norm = norm(weights.pop("model.norm.weight"), config.rms_norm_eps)
-        head = self._embed if config.tie_word_embeddings else weights.pop("lm_head.weight")
+        table = self._embed if config.tie_word_embeddings else take_embedding(weights, "lm_head")
         # Rows past the tokenizer's vocabulary are padding: they are never computed, so they can never be sampled.
-        self._head = Linear(head[: config.tokenizer_vocab_size])
+        self._head = table.head(config.tokenizer_vocab_size)
         scale = torch.tensor(math.sqrt(config.hidden_size), dtype=self._embed.dtype)
         self._embedding_scale = float(scale) if has_scaled_embedding else None
 
@@ -47,7 +46,7 @@ class CausalLM:
     ) -> torch.Tensor:
         """token_ids: [num_tokens], flattened batch; writes their KV, and calls `after_layer` when layer `index` has (on a GPU: has been
         queued to). Returns the hidden states (after the last norm) of `metadata.hidden_rows`: [len(hidden_rows), hidden_size]."""
-        x = F.embedding(token_ids, self._embed)  # [num_tokens, hidden_size]
+        x = self._embed(token_ids)  # [num_tokens, hidden_size]
         if self._embedding_scale is not None:
             x = x * self._embedding_scale
         for index, layer in enumerate(self.layers):
