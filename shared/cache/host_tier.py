@@ -1,8 +1,8 @@
 """The second tier of the prefix cache: copies in host memory of blocks that the KV cache has evicted, found by the same hashes.
 
-A block comes here when its place in the KV cache is given to another use, and stays, least recently used last, until room is needed here.
-From here it is copied back into a free block of the KV cache; the copy here remains, so that its next eviction costs nothing. A tier is a
-cache: where storing would keep a step waiting, blocks are dropped instead.
+A block comes here when its place in the KV cache is given to another use; where room is needed here, the least recently used go. From here
+it is copied back into a free block of the KV cache; the copy here remains, so that its next eviction costs nothing. A tier is a cache: where
+storing would keep a step waiting, blocks are dropped instead.
 """
 
 from __future__ import annotations
