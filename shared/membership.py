@@ -70,7 +70,7 @@ def workers_key(namespace: str) -> str:
 
 def blocks_key(namespace: str, worker_id: str, incarnation: int) -> str:
     """What one incarnation of a worker holds: block hash -> tier (see cache/redis_prefix_index.py)."""
-    return f"{namespace}:blocks:{worker_id}:{incarnation}"
+    return f"{namespace}:block_tiers:{worker_id}:{incarnation}"
 
 
 def parse_record(value: bytes | str) -> WorkerRecord | None:

@@ -1,8 +1,8 @@
 """The second tier of the prefix cache: copies in host memory of blocks that the KV cache has evicted, found by the same hashes.
 
-A block comes here when its place in the KV cache is given to another use, and stays, least recently used last, until room is needed here.
-From here it is copied back into a free block of the KV cache; the copy here remains, so that its next eviction costs nothing. A tier is a
-cache: where storing would keep a step waiting, blocks are dropped instead.
+A block comes here when its place in the KV cache is given to another use; where room is needed here, the least recently used go. From
+here it is copied back into a free block of the KV cache; the copy here remains, so that its next eviction costs nothing. A tier is a cache:
+where storing would keep a step waiting, blocks are dropped instead.
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ class HostTier:
         return len(self._entries)
 
     def begin_step(self) -> None:
+        """Blocks may be stored again."""
         self._num_left_in_step = self._max_blocks_per_step
 
     def put(self, evicted: Sequence[tuple[BlockHash, int]]) -> None:
@@ -174,13 +175,16 @@ class HostTier:
         self._executor.shutdown()
 
     def _load(self, slots: Sequence[int], block_ids: Sequence[int], then: Callable[[bool], None]) -> None:
+        is_there = False
         try:
             self._store.load(slots, block_ids)
+            is_there = True
         except Exception:
             logger.exception("%d blocks could not be copied from host memory; they are computed again", len(slots))
-            then(False)
-        else:
-            then(True)
+        try:
+            then(is_there)
+        except Exception:  # which nobody would hear of: no one asks the executor how it went
+            logger.exception("the end of a copy from host memory failed")
 
     def _take_slots(self, num_slots: int) -> list[int]:
         """As many as there are: free ones, then those of the least recently used that nobody reads."""

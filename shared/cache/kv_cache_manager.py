@@ -142,6 +142,7 @@ class KVCacheManager:
         return self._loads.take(holder_id)
 
     def begin_step(self) -> None:
+        """Evicted blocks may go to host memory again, as many as a step allows."""
         if self.host_tier is not None:
             self.host_tier.begin_step()
 

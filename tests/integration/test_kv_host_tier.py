@@ -9,6 +9,8 @@ from local_stack import LocalStack, ids
 from plain_run import assert_equals_plain_run
 from worker_driver import WorkerDriver
 
+from shared.cache.prefix_index import Tier
+
 NUM_PREFIX_BLOCKS = 12
 PREFIX = ids(16 * NUM_PREFIX_BLOCKS)
 PROMPT = [*PREFIX, 31, *ids(6)]
@@ -38,6 +40,12 @@ def evict(driver: WorkerDriver, worker: str, salt: str) -> None:
     assert not answer.failures
 
 
+def expect_tiers(running: LocalStack, driver: WorkerDriver, worker: str, salt: str, tier: Tier) -> None:
+    """The index learns of it in a moment."""
+    expected = [tier] * NUM_PREFIX_BLOCKS
+    running.wait_until(lambda: driver.tiers(worker, PREFIX, salt) == expected, 5, lambda: f"it says {driver.tiers(worker, PREFIX, salt)}")
+
+
 def test_an_evicted_prompt_of_a_client_comes_back_from_host_memory(running: LocalStack, driver: WorkerDriver) -> None:
     first = running.complete(PROMPT, 8, **LOGPROBS)
     for worker in ("prefill-0", "decode-0", "decode-1"):
@@ -55,14 +63,17 @@ def test_an_evicted_prompt_of_a_client_comes_back_from_host_memory(running: Loca
     assert running.metric("pagewire:kv_host_corrupt_blocks_total") == 0
 
 
-def test_a_prefill_worker_sends_what_it_has_brought_back(driver: WorkerDriver) -> None:
+def test_a_prefill_worker_sends_what_it_has_brought_back(running: LocalStack, driver: WorkerDriver) -> None:
     driver.finish(driver.start(PROMPT, "prefill-0", "decode-0", cache_salt="prefill's"))
+    expect_tiers(running, driver, "prefill-0", "prefill's", Tier.DEVICE)
     evict(driver, "prefill-0", "fill prefill")
+    expect_tiers(running, driver, "prefill-0", "prefill's", Tier.HOST)
     loaded = driver.counter("prefill-0", "kv_host_loaded_blocks")
     answer = driver.finish(driver.start(PROMPT, "prefill-0", "decode-1", cache_salt="prefill's"))
     assert answer.num_cached_tokens == len(PREFIX)
     assert_equals_plain_run(answer.as_choice())
     driver.wait_for_counter("prefill-0", "kv_host_loaded_blocks", loaded + NUM_PREFIX_BLOCKS)
+    expect_tiers(running, driver, "prefill-0", "prefill's", Tier.DEVICE)
 
 
 def test_another_worker_pulls_what_its_holder_has_in_host_memory(driver: WorkerDriver) -> None:

@@ -101,6 +101,7 @@ def test_roles_that_disagree_on_the_rotary_embedding_are_one_line_and_exit_code_
 
 def test_a_model_too_large_for_memory_is_one_line_and_exit_code_2() -> None:
     assert_one_clear_line(run_up("--port", str(free_port()), PAGEWIRE_KV_CACHE_GIB="4000"), "MiB", "PAGEWIRE_KV_CACHE_GIB")
+    assert_one_clear_line(run_up("--port", str(free_port()), "--kv-host-cache-gib", "4000"), "MiB", "PAGEWIRE_KV_HOST_CACHE_GIB")
 
 
 def test_a_redis_that_does_not_answer_is_one_line_and_exit_code_2() -> None:
