@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
-    engine = EngineCore(resolve_model("smollm2"), Settings(max_num_batched_tokens=512), lambda _: None, lambda _: None)
+    engine = EngineCore(resolve_model("smollm2"), Settings(max_num_batched_tokens=512), lambda *_: None, lambda *_: None)
     times: dict[tuple[float, int], list[float]] = {variant: [] for variant in VARIANTS}
     steps: dict[tuple[float, int], int] = {}
     first = 1000

@@ -481,7 +481,7 @@ def measure_exposed(options: argparse.Namespace) -> None:
         device="cuda", dtype="bfloat16", num_blocks=3 * num_blocks, max_model_len=num_tokens + 1, max_num_batched_tokens=step,
         max_step_ms=1e6, enable_prefix_caching=False,
     )  # fmt: skip
-    engine = EngineCore(source, settings, lambda _: None, lambda _: None)
+    engine = EngineCore(source, settings, lambda *_: None, lambda *_: None)
     pair = KvxPair(options, engine.cache.tensor, num_blocks)
     rng = np.random.default_rng(1)
     for groups in (None, 1, 2, 4, 8):

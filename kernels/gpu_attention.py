@@ -24,10 +24,19 @@ def unsupported(head_dim: int, block_size: int) -> str | None:
     return None
 
 
-def prepare(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
-    """Compile and load what steps will launch; `query`: [>= 1, num_heads, head_dim], strided as the model's. Writes nothing that stays."""
-    flash_attention.prepare(query, key_cache, value_cache)
-    GPUPagedAttention([[0]], [0, 1], [1], key_cache.shape[2], query.device)(query[:1], key_cache, value_cache, 1.0)
+def prepare(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    *,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+) -> None:
+    """Compile and load what steps with these options will launch; `query`: [>= 1, num_heads, head_dim], strided as the model's. Writes
+    nothing that stays."""
+    flash_attention.prepare(query, key_cache, value_cache, sliding_window=sliding_window, soft_cap=soft_cap)
+    attention = GPUPagedAttention([[0]], [0, 1], [1], key_cache.shape[2], query.device)
+    attention(query[:1], key_cache, value_cache, 1.0, sliding_window=sliding_window, soft_cap=soft_cap)
 
 
 class GPUPagedAttention:
@@ -58,27 +67,39 @@ class GPUPagedAttention:
         self._seq_lens = list(seq_lens)
         self._query_lens = query_lens
         self._chunk_starts: torch.Tensor | None = None
-        self._plan: PagedAttentionPlan | None = None
+        self._plans: dict[tuple[int | None, float | None], PagedAttentionPlan] = {}
 
-    def __call__(self, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float) -> torch.Tensor:
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        scale: float,
+        *,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> torch.Tensor:
         """query: [num_tokens, num_heads, head_dim], rows may be strided; caches of one layer: [num_blocks, num_kv_heads, block_size,
-        head_dim] in the query's dtype. Returns a contiguous tensor like the query. All layers of a step have the same shapes."""
+        head_dim] in the query's dtype. Options as in `reference.paged_attention`. Returns a contiguous tensor like the query. All layers
+        of a step have the same shapes and scale."""
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         num_decode = 0 if query.dtype is torch.float32 else self._num_decode  # which the decode kernel does not take
         if num_decode:
             rows = query[:num_decode]
-            if self._plan is None:
+            plan = self._plans.get((sliding_window, soft_cap))
+            if plan is None:
                 lens = self._seq_lens[:num_decode]
-                self._plan = PagedAttentionPlan(
+                plan = self._plans[sliding_window, soft_cap] = PagedAttentionPlan(
                     rows, key_cache, value_cache, self._tables[:num_decode], self._lens[:num_decode], max(lens), scale,
-                    num_kv_tokens=sum(lens),
+                    sliding_window=sliding_window, soft_cap=soft_cap, num_kv_tokens=sum(lens),
                 )  # fmt: skip
-            self._plan.run(rows, key_cache, value_cache, out[:num_decode])
+            plan.run(rows, key_cache, value_cache, out[:num_decode])
         if num_decode < len(self._seq_lens):
             if self._chunk_starts is None:
                 self._chunk_starts = self._starts[num_decode:] - num_decode
             flash_attention.flash_attention(
                 query[num_decode:], key_cache, value_cache, self._tables[num_decode:], self._chunk_starts, self._lens[num_decode:],
-                max(self._query_lens[num_decode:]), max(self._seq_lens[num_decode:]), scale, out=out[num_decode:],
+                max(self._query_lens[num_decode:]), max(self._seq_lens[num_decode:]), scale,
+                sliding_window=sliding_window, soft_cap=soft_cap, out=out[num_decode:],
             )  # fmt: skip
         return out

@@ -22,6 +22,9 @@ app = typer.Typer(
 
 Model = Annotated[str | None, typer.Option(help="'smollm2' (packaged), a .gguf file, a Hugging Face directory, or a Hub id.")]
 RedisUrl = Annotated[str | None, typer.Option("--redis", help="Redis URL. Default: REDIS_URL, else one is started.")]
+KVHostCacheGiB = Annotated[
+    float | None, typer.Option(help="Host memory of each worker, in GiB, for KV blocks that its cache evicts. Default: 0, none.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output: one JSON object a line.")]
 ApiKeys = Annotated[
     list[str] | None,
@@ -40,9 +43,13 @@ def up(
     host: Annotated[str | None, typer.Option(help="Address the router listens on. Default: 127.0.0.1.")] = None,
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port the router listens on. Default: 8000.")] = None,
     aggregated: Annotated[bool, typer.Option("--aggregated", help="No prefill workers: decode workers compute prompts too.")] = False,
+    tensor_parallel: Annotated[
+        int | None, typer.Option(min=1, help="Processes (on GPUs: one for each) that share each layer; with --aggregated. Default: 1.")
+    ] = None,
     transport: Annotated[str | None, typer.Option(help="How KV travels: cuda, shm, ipc or tcp. Default: the fastest.")] = None,
     load_format: Annotated[str | None, typer.Option(help="dummy: random weights, for a directory that has none.")] = None,
     kv_wire_dtype: Annotated[str | None, typer.Option(help="How KV values travel: auto (unchanged) or fp8 (a quarter of fp32).")] = None,
+    kv_host_cache_gib: KVHostCacheGiB = None,
     cpu_weights: Annotated[
         str | None, typer.Option(help="Weights on a CPU: stored (as the model file has them; the default), fp16 or fp32.")
     ] = None,
@@ -65,9 +72,13 @@ def up(
         api_keys=_joined(api_key),
         kv_transport=transport,
         kv_wire_dtype=kv_wire_dtype,
+        kv_host_cache_gib=kv_host_cache_gib,
         load_format=load_format,
+        tensor_parallel_size=tensor_parallel,
         cpu_weights=cpu_weights,
     )
+    if settings.tensor_parallel_size > 1 and not settings.aggregated:
+        raise ConfigurationError("--tensor-parallel needs --aggregated: KV of several ranks cannot go from one worker to another yet")
     if settings.aggregated and prefill is not None:
         raise ConfigurationError("--prefill and --aggregated exclude each other: an aggregated system has no prefill workers")
     num_prefill = 0 if settings.aggregated else prefill or 1
@@ -91,21 +102,21 @@ def router(
 
 
 @app.command()
-def prefill(model: Model = None, redis: RedisUrl = None) -> None:
+def prefill(model: Model = None, redis: RedisUrl = None, kv_host_cache_gib: KVHostCacheGiB = None) -> None:
     """Run one prefill worker (as its container does). Further settings: PAGEWIRE_* variables, see the README."""
     from services.prefill.__main__ import run
     from shared.config import load_settings
 
-    raise typer.Exit(run(load_settings("prefill", model=model, redis_url=redis)))
+    raise typer.Exit(run(load_settings("prefill", model=model, redis_url=redis, kv_host_cache_gib=kv_host_cache_gib)))
 
 
 @app.command()
-def decode(model: Model = None, redis: RedisUrl = None) -> None:
+def decode(model: Model = None, redis: RedisUrl = None, kv_host_cache_gib: KVHostCacheGiB = None) -> None:
     """Run one decode worker (as its container does). Further settings: PAGEWIRE_* variables, see the README."""
     from services.decode.__main__ import run
     from shared.config import load_settings
 
-    raise typer.Exit(run(load_settings("decode", model=model, redis_url=redis)))
+    raise typer.Exit(run(load_settings("decode", model=model, redis_url=redis, kv_host_cache_gib=kv_host_cache_gib)))
 
 
 @app.command()

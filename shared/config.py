@@ -35,6 +35,9 @@ class Settings(BaseModel):
         description="weights of an engine on a CPU. stored: as the model file has them, expanded on the fly; fp16: rounded to that; fp32; "
         "auto: stored",
     )
+    tensor_parallel_size: int = Field(
+        1, ge=1, le=64, description="decode in aggregated mode: processes, on GPUs one for each, that share each layer of the model"
+    )
     num_threads: int | None = Field(None, ge=1, description="CPU threads of a worker's engine; default: all cores it may use")
 
     # Where things are
@@ -53,6 +56,9 @@ class Settings(BaseModel):
     block_size: int = Field(16, ge=1, description="tokens in a KV block")
     num_blocks: int | None = Field(None, ge=2, description="KV blocks of a worker; default: from kv_cache_gib")
     kv_cache_gib: float = Field(2.0, gt=0, description="size of a worker's KV cache when num_blocks is not set")
+    kv_host_cache_gib: float = Field(
+        0.0, ge=0, description="host memory of a worker for blocks that its KV cache evicts; they come back by hash. 0 = none"
+    )
     enable_prefix_caching: bool = True
 
     # Scheduling

@@ -51,7 +51,7 @@ class LeaseKeeper:
         self._thread.start()
 
     def close(self, deadline_s: float = 1.0) -> None:
-        """Deregister: the record first, so that no request is routed here, then the block set. Waits at most `deadline_s`."""
+        """Deregister: the record first, so that no request is routed here, then what it holds. Waits at most `deadline_s`."""
         self._is_closing.set()
         self._writer.changed.set()
         if self._thread.is_alive():

@@ -22,6 +22,7 @@ class WorkerStats(BaseModel):
     num_blocks_used: int = 0
     """Blocks referenced by requests (cached but unreferenced blocks are not used)."""
     num_blocks_cached: int = 0
+    num_host_blocks_cached: int = 0
     tokens_per_s: float = 0.0
     """Measured speed of prefill-like steps; 0 until the first."""
     counters: dict[str, float] = Field(default_factory=dict)
@@ -46,7 +47,10 @@ class WorkerRecord(BaseModel):
     dtype: str
     kv_wire_dtype: Literal["auto", "fp8"] = "auto"
     block_size: int
+    tensor_parallel_size: int = 1
     num_blocks: int
+    num_host_blocks: int = 0
+    """For which it has host memory besides."""
     max_model_len: int
     vocab_size: int
     stats: WorkerStats = WorkerStats()
@@ -65,8 +69,8 @@ def workers_key(namespace: str) -> str:
 
 
 def blocks_key(namespace: str, worker_id: str, incarnation: int) -> str:
-    """The set of block hashes that one incarnation of a worker holds (see cache/redis_prefix_index.py)."""
-    return f"{namespace}:blocks:{worker_id}:{incarnation}"
+    """What one incarnation of a worker holds: block hash -> tier (see cache/redis_prefix_index.py)."""
+    return f"{namespace}:block_tiers:{worker_id}:{incarnation}"
 
 
 def parse_record(value: bytes | str) -> WorkerRecord | None:

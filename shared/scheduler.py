@@ -99,7 +99,10 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput | None:
         """None when nothing can run."""
-        preempted: list[Request] = []
+        preempted = [request for request in self.running.values() if self.manager.has_failed(request.request_id)]
+        for request in preempted:
+            request.num_cached_tokens = None  # it has less than it was promised
+            self._preempt(request)
         rows = self._schedule_generating(preempted)
         budget = max(0, self.token_budget() - len(rows))
         rows += self._schedule_prompts(budget, may_admit=not preempted, num_rows=len(rows))
@@ -124,6 +127,8 @@ class Scheduler:
         for request in sorted(self.running.values(), key=lambda r: r.order):
             if request.request_id not in self.running or request.num_uncomputed_tokens != 1 or request.num_output_tokens == 0:
                 continue
+            if not self.manager.is_ready(request.request_id):
+                continue
             while not self.manager.grow(request):
                 victim = max(self.running.values(), key=lambda r: r.order)
                 self._preempt(victim)
@@ -146,34 +151,46 @@ class Scheduler:
         self.waiting[request.request_id] = request
 
     def _schedule_prompts(self, budget: int, may_admit: bool, num_rows: int) -> list[ScheduledRequest]:
-        partial = [r for r in self.running.values() if r.num_uncomputed_tokens > 1 or (r.num_uncomputed_tokens and not r.num_output_tokens)]
+        partial = [
+            request
+            for request in self.running.values()
+            if (request.num_uncomputed_tokens > 1 or (request.num_uncomputed_tokens and not request.num_output_tokens))
+            and self.manager.is_ready(request.request_id)
+        ]
         candidates = sorted(partial + (list(self.waiting.values()) if may_admit else []), key=lambda r: r.order)
         if not candidates or budget <= 0:
             return []
         oldest = candidates[0]
         if oldest.request_id in self.waiting:
             self._admit(oldest, candidates)
+        can_oldest_run = self._can_run(oldest)
         others = sorted(candidates[1:], key=lambda r: r.num_uncomputed_tokens)
         threshold = self.limits.long_prefill_token_threshold
         cap = min(budget, threshold) if others and threshold else budget
         share = 0
-        if others and oldest.request_id in self.running:
+        if others and can_oldest_run:
             share = min(oldest.num_uncomputed_tokens, cap, max(self.limits.block_size, budget // OLDEST_SHARE))
         rows: list[ScheduledRequest] = []
         left = budget
         for request in [*others, oldest]:
             is_oldest = request is oldest
             available = left if is_oldest else left - share
-            # A row is kept for the oldest, unless it could not be admitted: then nobody would run.
-            max_rows = self.limits.max_num_seqs - num_rows - (0 if is_oldest or oldest.request_id in self.waiting else 1)
+            # A row is kept for the oldest, unless it cannot run: then nobody would.
+            max_rows = self.limits.max_num_seqs - num_rows - (1 if can_oldest_run and not is_oldest else 0)
             if available <= 0 or len(rows) >= max_rows:
                 continue
             if request.request_id in self.waiting and (is_oldest or not self._admit(request, candidates)):
+                continue
+            if not self._can_run(request):
                 continue
             num_new_tokens = self._chunk(request, min(available, cap))
             rows.append(ScheduledRequest(request, request.num_computed_tokens, num_new_tokens))
             left -= num_new_tokens
         return rows
+
+    def _can_run(self, request: Request) -> bool:
+        """It has its blocks, and nothing is still being copied into them."""
+        return request.request_id in self.running and self.manager.is_ready(request.request_id)
 
     def _chunk(self, request: Request, limit: int) -> int:
         """At most `limit` tokens; a chunk that does not end the prompt stops at a block boundary where it can."""

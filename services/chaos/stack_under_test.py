@@ -27,7 +27,8 @@ _READY_TIMEOUT_S = 180.0
 _STOP_TIMEOUT_S = 15.0
 _USED = "pagewire:kv_blocks_used"
 _FALLBACKS = "pagewire:kv_recompute_fallbacks_total"
-_NUM_BLOCKS = 256
+_NUM_BLOCKS = 32
+"""So few that prompts go to host memory and come back."""
 
 
 class StackUnderTest:
@@ -50,6 +51,7 @@ class StackUnderTest:
             "PAGEWIRE_KV_PORT": str(first),
             "PAGEWIRE_KV_ADVERTISE_PORT": str(shown),
             "PAGEWIRE_NUM_BLOCKS": str(_NUM_BLOCKS),
+            "PAGEWIRE_KV_HOST_CACHE_GIB": "0.1",
             "PAGEWIRE_NUM_THREADS": "1",
             "PAGEWIRE_REQUEST_TIMEOUT_S": "60",
             "PAGEWIRE_DEBUG": "true",  # block invariants are checked after every step

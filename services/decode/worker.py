@@ -99,6 +99,9 @@ class DecodeWorker(WorkerLoop):
             problem = self._problem(message, "this request or transfer id is already being served here", "invalid_request")
             self.rpc.send(router, problem)
             return
+        if self.engine.shard is not None and (message.transfer_id is not None or message.prefix_pull is not None):
+            self.refuse(router, message, self._problem(message, "this worker's ranks take no KV from others", "invalid_request"))
+            return
         request = Request(
             message.request_id,
             list(message.token_ids),
@@ -319,6 +322,8 @@ class DecodeWorker(WorkerLoop):
 
     # ---- engine thread: steps -----------------------------------------------------------------------------------------
     def on_scheduled(self, output: SchedulerOutput) -> None:
+        for row in output.scheduled:
+            self.note_host_load(row.request, self._sequences[row.request.request_id].job.span)
         for job in {self._sequences[row.request.request_id].job for row in output.scheduled}:
             job.num_steps += 1
             job.reserved_ns = job.reserved_ns or time.time_ns()

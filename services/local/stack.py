@@ -75,7 +75,7 @@ class Stack:
         plan, settings = self._plan, self._settings
         check_port(settings.host, settings.port)
         self._check_roles_agree()
-        source = resolve_model(settings.model, settings.load_format)
+        source = resolve_model(settings.model, settings.load_format, settings.max_model_len)
         self._model_name = settings.served_model_name or source.name
         self._check_memory(source)
         if plan.redis_url is not None:
@@ -91,6 +91,13 @@ class Stack:
             if len(set(values)) > 1:
                 found = ", ".join(f"{role} {value}" for role, value in zip(roles, values, strict=True))
                 raise ConfigurationError(f"{name} must be the same for router, prefill and decode: {found}")
+        lengths = {settings.max_model_len for settings in per_role}
+        model = (self._settings.model, self._settings.load_format)
+        if len(lengths) > 1 and len({resolve_model(*model, length).fingerprint for length in lengths}) > 1:
+            raise ConfigurationError(
+                "max_model_len must be on one side of this model's original context for router, prefill and decode: past it the rotary "
+                "embedding is another one"
+            )
         cpu_weights = [self._of_role(role).cpu_weights for role in roles]
         if "fp16" in cpu_weights and len(set(cpu_weights)) > 1:  # the others have the model's own values, and so the same KV
             found = ", ".join(f"{role} {value}" for role, value in zip(roles, cpu_weights, strict=True))
@@ -98,7 +105,7 @@ class Stack:
 
     def _of_role(self, role: Role) -> Settings:
         """A worker's settings, as far as this process hands them on."""
-        return load_settings(role, {**os.environ, "PAGEWIRE_CPU_WEIGHTS": self._settings.cpu_weights}, model=self._settings.model)
+        return load_settings(role, self._environ(), model=self._settings.model)
 
     def _check_memory(self, source: ModelSource) -> None:
         """Each worker checks its own share too; only here is it known how many there are."""
@@ -109,6 +116,7 @@ class Stack:
         roles: tuple[tuple[Role, int], ...] = (("prefill", self._plan.num_prefill), ("decode", self._plan.num_decode))
         for role, count in roles:
             settings = self._of_role(role)
+            needed += count * int(settings.kv_host_cache_gib * (1 << 30))
             if may_use_gpu(settings.device):
                 continue  # its weights and blocks take the GPU's memory, which it looks at itself
             itemsize = 2 if settings.dtype in ("bfloat16", "float16") else 4
@@ -120,8 +128,14 @@ class Stack:
         if needed > available:
             raise ConfigurationError(
                 f"{source.name} on {self._plan.num_prefill + self._plan.num_decode} workers takes {needed >> 20} MiB and "
-                f"{available >> 20} MiB are free: start fewer workers, set PAGEWIRE_KV_CACHE_GIB lower, or choose a smaller model"
+                f"{available >> 20} MiB are free: start fewer workers, set PAGEWIRE_KV_CACHE_GIB or PAGEWIRE_KV_HOST_CACHE_GIB lower, or "
+                "choose a smaller model"
             )
+
+    def _environ(self) -> dict[str, str]:
+        """For every service, with what was settled here; a setting of one role still comes first, where it may."""
+        names = ("model", "kv_transport", "load_format", "kv_wire_dtype", "kv_host_cache_gib", "cpu_weights", "tensor_parallel_size")
+        return {**os.environ, **{f"PAGEWIRE_{name.upper()}": str(getattr(self._settings, name)) for name in names}}
 
     def _start(self, redis_url: str | None) -> None:
         plan, settings = self._plan, self._settings
@@ -135,7 +149,7 @@ class Stack:
         # Workers before the router: they take longest.
         counts: dict[Literal["prefill", "decode"], int] = {"prefill": plan.num_prefill, "decode": plan.num_decode}
         for role, count in counts.items():
-            num_threads = settings.num_threads or max(1, available_cpus() // max(1, count))
+            num_threads = settings.num_threads or max(1, available_cpus() // max(1, count * settings.tensor_parallel_size))
             for index in range(count):
                 name = f"{role}-{index}"
                 extra = {"PAGEWIRE_WORKER_ID": name + suffix, "PAGEWIRE_NUM_THREADS": str(num_threads)}
@@ -148,14 +162,10 @@ class Stack:
 
     def _add(self, role: str, name: str, redis_url: str, extra: dict[str, str]) -> None:
         # The terminal is for the user: what services log as information is shown on request (PAGEWIRE_LOG_LEVEL=info).
-        environ = {"PAGEWIRE_LOG_LEVEL": "warning", **_without_keys(os.environ), "PAGEWIRE_MODEL": self._settings.model, **extra}
-        environ["PAGEWIRE_KV_TRANSPORT"] = self._settings.kv_transport
-        environ["PAGEWIRE_LOAD_FORMAT"] = self._settings.load_format
-        environ["PAGEWIRE_KV_WIRE_DTYPE"] = self._settings.kv_wire_dtype
-        environ["PAGEWIRE_CPU_WEIGHTS"] = self._settings.cpu_weights
+        environ = {"PAGEWIRE_LOG_LEVEL": "warning", **_without_keys(self._environ()), **extra}
         environ |= {"REDIS_URL": redis_url, "PAGEWIRE_REDIS_URL": redis_url}
         # What was settled here must not be settled otherwise for one role.
-        for setting in ("MODEL", "REDIS_URL", "HOST", "PORT", "WORKER_ID", "AGGREGATED"):
+        for setting in ("MODEL", "REDIS_URL", "HOST", "PORT", "WORKER_ID", "AGGREGATED", "TENSOR_PARALLEL_SIZE"):
             environ.pop(f"PAGEWIRE_{role.upper()}_{setting}", None)
         child = Child(name, [sys.executable, "-m", f"services.{role}"], environ)
         child.start()

@@ -22,7 +22,7 @@ from shared.config import Settings
 from shared.engine.engine_core import StepResult
 from shared.engine.layer_groups import OnLayers
 from shared.engine.worker_loop import WorkerLoop, deadline_at, milliseconds
-from shared.errors import TransferError
+from shared.errors import ConfigurationError, TransferError
 from shared.messages import AbortRequest, DecodeRequest, PrefillRequest, RequestFailed, WorkerTiming
 from shared.model_files.model_source import ModelSource
 from shared.model_files.weight_reader import PendingWeights
@@ -41,6 +41,11 @@ class PrefillWorker(WorkerLoop):
         progress: Callable[[float], None] | None = None,
         pending: PendingWeights | None = None,
     ) -> None:
+        if settings.tensor_parallel_size > 1:
+            raise ConfigurationError(
+                f"tensor_parallel_size = {settings.tensor_parallel_size}: KV of several ranks cannot go from one worker to another yet; "
+                "set it for decode workers of an aggregated system only (PAGEWIRE_DECODE_TENSOR_PARALLEL_SIZE)"
+            )
         super().__init__(source, settings, tracer, progress, pending)
         self._jobs: dict[str, PrefillJob] = {}  # by transfer id
         self._lock = threading.Lock()
@@ -172,6 +177,7 @@ class PrefillWorker(WorkerLoop):
     def on_scheduled(self, output: SchedulerOutput) -> None:
         for row in output.scheduled:
             job = self._job(row.request)
+            self.note_host_load(row.request, job.span)
             if not job.first_scheduled_ns:
                 job.first_scheduled_ns = time.time_ns()
                 telemetry.record_span(self.tracer, telemetry.SPAN_PREFILL_QUEUE, job.traceparent, job.received_ns, job.first_scheduled_ns)

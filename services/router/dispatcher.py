@@ -19,7 +19,7 @@ from services.router.policy import Candidate, RequestFacts, Route, select
 from services.router.worker_client import WorkerGone
 from services.router.workers import Worker, WorkerDirectory
 from shared.block_hash import BlockHash, encode_extra_keys, hash_full_blocks
-from shared.cache.prefix_index import Holder, PrefixIndexReader
+from shared.cache.prefix_index import Holder, Overlap, PrefixIndexReader
 from shared.config import Settings
 from shared.errors import (
     DeadlineExceededError,
@@ -244,8 +244,8 @@ class Dispatcher:
         finally:
             span.end()
 
-    async def _overlap(self, workers: Sequence[Worker], prompt: Prompt) -> dict[Holder, int]:
-        """Blocks of each worker's own size that it has of the prompt. One round trip for each format there is, all at once."""
+    async def _overlap(self, workers: Sequence[Worker], prompt: Prompt) -> dict[Holder, Overlap]:
+        """What each worker has of the prompt, in blocks of its own size. One round trip for each format there is, all at once."""
         by_format: dict[KVFormat, list[Holder]] = {}
         for worker in workers:
             by_format.setdefault(worker.kv_format, []).append(worker.holder)
@@ -423,10 +423,10 @@ def _max_mails(request: EngineRequest) -> int:
     return request.num_sequences * (request.sampling.max_tokens + 2) + num_parts + 3
 
 
-def _candidates(workers: Sequence[Worker], overlap: dict[Holder, int], avoid: set[Holder], is_strict: bool) -> list[Candidate]:
+def _candidates(workers: Sequence[Worker], overlap: dict[Holder, Overlap], avoid: set[Holder], is_strict: bool) -> list[Candidate]:
     preferred = [worker for worker in workers if worker.holder not in avoid]
     chosen = preferred if preferred or is_strict else workers
-    return [worker.candidate(overlap.get(worker.holder, 0)) for worker in chosen]
+    return [worker.candidate(overlap.get(worker.holder, Overlap())) for worker in chosen]
 
 
 def _as_error(failure: RequestFailed) -> PagewireError:

@@ -131,6 +131,12 @@ class WorkerCollector(Collector):
             (telemetry.METRIC_WORKER_BLOCKS_USED, "KV blocks that requests refer to", lambda worker: worker.record.stats.num_blocks_used),
             (telemetry.METRIC_WORKER_BLOCKS_TOTAL, "KV blocks", lambda worker: worker.record.num_blocks),
             (telemetry.METRIC_WORKER_BLOCKS_CACHED, "KV blocks with a hash", lambda worker: worker.record.stats.num_blocks_cached),
+            (telemetry.METRIC_WORKER_HOST_BLOCKS_TOTAL, "Blocks of host memory for KV", lambda worker: worker.record.num_host_blocks),
+            (
+                telemetry.METRIC_WORKER_HOST_BLOCKS_CACHED,
+                "Blocks of host memory that hold KV",
+                lambda worker: worker.record.stats.num_host_blocks_cached,
+            ),
         )
         for name, text, value_of in gauges:
             family = GaugeMetricFamily(name, text, labels=["model_name", "worker", "role"])

@@ -23,6 +23,8 @@ SEQUENCE_MS = 4.0
 NO_BLOCKS_MS = 1000.0
 """Waiting for another request to finish, when a decode pool has no room for this one."""
 TRANSFER_MS_PER_BLOCK = 0.05
+LOAD_MS_PER_BLOCK = 0.25
+"""Copying a block from a worker's host memory into its KV cache (bench/host_tier.py)."""
 PULL_OVERHEAD_MS = 20.0
 """What it costs to have a prefix from another worker, whatever its length: two messages more, and the step it comes too late for."""
 PULL_MS_PER_BLOCK = 0.5
@@ -42,6 +44,8 @@ class Candidate:
     worker_id: str
     incarnation: int
     overlap_blocks: int = 0
+    num_host_blocks: int = 0
+    """Of the overlap, in its host memory alone."""
     num_requests: int = 0
     num_waiting_tokens: int = 0
     tokens_per_s: float = 0.0
@@ -82,6 +86,11 @@ class RequestFacts:
         """Of those it has: what it need not compute."""
         return 0 if self.is_scored else self.usable_blocks(worker)
 
+    def load_ms(self, worker: Candidate, num_blocks: int) -> float:
+        """Until the first `num_blocks` of those it has are in its KV cache: the ones in host memory are behind the others."""
+        num_device_blocks = worker.overlap_blocks - worker.num_host_blocks
+        return max(0, num_blocks - num_device_blocks) * LOAD_MS_PER_BLOCK
+
 
 @dataclass(frozen=True)
 class Pull:
@@ -117,10 +126,11 @@ class Route:
 
 @dataclass(frozen=True)
 class _Prefix:
-    """What one worker need not compute of a prompt, and what fetching a part of it costs."""
+    """What one worker need not compute of a prompt, and what fetching parts of it costs."""
 
     num_blocks: int
-    pull_ms: float = 0.0
+    fetch_ms: float = 0.0
+    """From another worker, or from its own host memory."""
     pull: Pull | None = None
 
 
@@ -146,11 +156,11 @@ def select(facts: RequestFacts, prefill: Sequence[Candidate], decode: Sequence[C
             prefix.num_blocks >= 1 and facts.num_uncached_tokens(candidate, prefix.num_blocks) <= facts.local_prefill_max_tokens
         ):
             num_tokens = candidate.num_waiting_tokens + facts.num_uncached_tokens(candidate, prefix.num_blocks)
-            cost_ms = wait_ms + prefix.pull_ms + _compute_ms(candidate, num_tokens, tokens_per_s)
+            cost_ms = wait_ms + prefix.fetch_ms + _compute_ms(candidate, num_tokens, tokens_per_s)
             routes.append(Route(None, candidate, 0, saved, cost_ms, prefix.pull))
         if best_prefill is not None and not facts.is_aggregated and not is_near_complete:
             missing = facts.num_blocks(candidate) - usable
-            cost_ms = wait_ms + computing_ms(best_prefill) + missing * TRANSFER_MS_PER_BLOCK
+            cost_ms = wait_ms + computing_ms(best_prefill) + missing * TRANSFER_MS_PER_BLOCK + facts.load_ms(candidate, usable)
             routes.append(
                 Route(best_prefill, candidate, facts.saved_blocks(best_prefill), usable, cost_ms, prefixes[best_prefill.worker_id].pull)
             )
@@ -165,26 +175,30 @@ def prefill_cost_ms(
     facts: RequestFacts, candidate: Candidate, prefix: _Prefix | None = None, default_tokens_per_s: float = DEFAULT_TOKENS_PER_S
 ) -> float:
     """Time until `candidate` would have computed this prompt; without a `prefix`, with the blocks that it has."""
-    prefix = prefix or _Prefix(facts.saved_blocks(candidate))
+    own = facts.saved_blocks(candidate)
+    prefix = prefix or _Prefix(own, facts.load_ms(candidate, own))
     num_tokens = candidate.num_waiting_tokens + facts.num_uncached_tokens(candidate, prefix.num_blocks)
-    return candidate.num_requests * REQUEST_OVERHEAD_MS + prefix.pull_ms + _compute_ms(candidate, num_tokens, default_tokens_per_s)
+    return candidate.num_requests * REQUEST_OVERHEAD_MS + prefix.fetch_ms + _compute_ms(candidate, num_tokens, default_tokens_per_s)
 
 
 def _prefix(facts: RequestFacts, candidate: Candidate, holders: Sequence[Candidate], default_tokens_per_s: float) -> _Prefix:
     """With what the best of `holders` other than itself has besides, if fetching that costs less than computing it."""
     own = facts.saved_blocks(candidate)
+    without_pull = _Prefix(own, facts.load_ms(candidate, own))
     # Where the formats differ, so do the hashes: such a worker could not be told what is wanted.
     others = [holder for holder in holders if holder.worker_id != candidate.worker_id and holder.kv_format == candidate.kv_format]
-    holder = max(others, key=lambda other: (other.overlap_blocks, -other.num_requests, other.worker_id), default=None)
+    holder = max(
+        others, key=lambda other: (other.overlap_blocks, -other.num_host_blocks, -other.num_requests, other.worker_id), default=None
+    )
     if holder is None or not candidate.can_pull:
-        return _Prefix(own)
+        return without_pull
     num_blocks = facts.saved_blocks(holder)
-    pull_ms = PULL_OVERHEAD_MS + (num_blocks - own) * PULL_MS_PER_BLOCK
+    pull_ms = PULL_OVERHEAD_MS + (num_blocks - own) * PULL_MS_PER_BLOCK + facts.load_ms(holder, num_blocks)
     compute_ms = _compute_ms(candidate, (num_blocks - own) * candidate.kv_format.block_size, default_tokens_per_s)
     if pull_ms >= min(compute_ms, MAX_PULL_MS):
-        return _Prefix(own)
+        return without_pull
     timeout_s = (PULL_GRACE_MS + min(compute_ms, MAX_PULL_MS)) / 1000
-    return _Prefix(num_blocks, pull_ms, Pull(holder, num_blocks, timeout_s))
+    return _Prefix(num_blocks, without_pull.fetch_ms + pull_ms, Pull(holder, num_blocks, timeout_s))
 
 
 def decode_wait_ms(facts: RequestFacts, candidate: Candidate) -> float:

@@ -18,7 +18,7 @@ import zmq
 
 from services.router.policy import Candidate
 from services.router.worker_client import WorkerClient
-from shared.cache.prefix_index import Holder
+from shared.cache.prefix_index import Holder, Overlap
 from shared.cache.redis_prefix_index import SOCKET_TIMEOUT_S
 from shared.clock import Clock
 from shared.membership import WorkerRecord, parse_record, worker_key, workers_key
@@ -47,13 +47,14 @@ class Worker:
     def holder(self) -> Holder:
         return Holder(self.record.worker_id, self.record.incarnation)
 
-    def candidate(self, overlap_blocks: int) -> Candidate:
+    def candidate(self, overlap: Overlap) -> Candidate:
         """This worker for the policy. The router's own count covers what was sent since the last snapshot."""
         stats = self.record.stats
         return Candidate(
             worker_id=self.record.worker_id,
             incarnation=self.record.incarnation,
-            overlap_blocks=overlap_blocks,
+            overlap_blocks=overlap.num_blocks,
+            num_host_blocks=overlap.num_host_blocks,
             num_requests=max(stats.num_waiting + stats.num_running, len(self.outstanding)),
             num_waiting_tokens=max(stats.num_waiting_tokens, sum(self.outstanding.values())),
             tokens_per_s=stats.tokens_per_s,
@@ -66,7 +67,8 @@ class Worker:
 
     @property
     def kv_format(self) -> KVFormat:
-        return KVFormat(self.record.dtype, self.record.block_size, self.record.kv_wire_dtype)
+        record = self.record
+        return KVFormat(record.dtype, record.block_size, record.kv_wire_dtype, record.tensor_parallel_size)
 
     @property
     def kv_peer(self) -> KVPeer:

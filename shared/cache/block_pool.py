@@ -1,7 +1,8 @@
 """The pool of KV blocks of one worker: reference counts, the LRU free queue and the map from hash to cached block.
 
 A block is in exactly one of two states: referenced (ref_cnt > 0) or in the free queue (ref_cnt == 0). A block in the free queue
-may still be cached: a later hit takes it back (`touch`); it is evicted, and its hash forgotten, only when it is taken for new use.
+may still be cached: a later hit takes it back (`touch`); it is evicted only when it is taken for new use, and its hash forgotten, unless
+there is host memory that keeps a copy (see host_tier.py).
 Not thread-safe: KVCacheManager holds the lock.
 """
 
@@ -10,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from shared.block_hash import BlockHash
+from shared.cache.host_tier import HostTier
+from shared.cache.prefix_index import Tier
 
 
 class KVCacheBlock:
@@ -67,19 +70,25 @@ class FreeBlockQueue:
 
 
 class BlockPool:
-    """`on_cached` and `on_evicted` are told of every hash that enters or leaves the pool (the global index listens)."""
+    """`on_cached` and `on_evicted` are told of every hash that comes to a tier or leaves the last one (the global index listens)."""
 
     def __init__(
         self,
         num_blocks: int,
-        on_cached: Callable[[BlockHash], None] = lambda _: None,
+        on_cached: Callable[[BlockHash, Tier], None] = lambda _hash, _tier: None,
         on_evicted: Callable[[BlockHash], None] = lambda _: None,
+        host_tier: HostTier | None = None,
     ) -> None:
         self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
         self._free = FreeBlockQueue(self.blocks)
         self._cached: dict[BlockHash, KVCacheBlock] = {}
+        self._children: dict[BlockHash, set[BlockHash]] = {}
+        """Of what is cached: those whose parent it is."""
         self._on_cached = on_cached
         self._on_evicted = on_evicted
+        self._host_tier = host_tier
+        if host_tier is not None:
+            host_tier.listen(self._announce)
 
     @property
     def num_free(self) -> int:
@@ -108,12 +117,10 @@ class BlockPool:
         """Blocks for new use with ref_cnt 1, evicting the least recently freed; None (and no change) when too few are free."""
         if num_blocks > self._free.num_blocks:
             return None
-        taken = []
-        for _ in range(num_blocks):
-            block = self._free.popleft()
-            self._evict(block)
+        taken = [self._free.popleft() for _ in range(num_blocks)]
+        self._evict(taken)
+        for block in taken:
             block.ref_cnt = 1
-            taken.append(block)
         return taken
 
     def cache(self, block: KVCacheBlock, block_hash: BlockHash, parent_hash: BlockHash) -> KVCacheBlock:
@@ -133,8 +140,14 @@ class BlockPool:
         assert block.block_hash is None, "block already holds another hash"
         block.block_hash, block.parent_hash = block_hash, parent_hash
         self._cached[block_hash] = block
-        self._on_cached(block_hash)
+        self._children.setdefault(parent_hash, set()).add(block_hash)
+        self._announce(block_hash)
         return block
+
+    def uncache(self, block: KVCacheBlock) -> None:
+        """Its bytes are not what its hash says, so nobody else may take it, nor what continues it."""
+        for block_hash, _ in self._forget(block):
+            self._announce(block_hash)
 
     def free(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Give back one reference on each. Pass a request's blocks last block first, so that leaves are evicted before parents."""
@@ -144,12 +157,45 @@ class BlockPool:
             if block.ref_cnt == 0:
                 self._free.append(block)
 
-    def _evict(self, block: KVCacheBlock) -> None:
+    def _evict(self, blocks: Iterable[KVCacheBlock]) -> None:
+        evicted = [forgotten for block in blocks for forgotten in self._forget(block)]
+        if self._host_tier is not None and evicted:
+            self._host_tier.put(evicted)
+        for block_hash, _ in evicted:
+            self._announce(block_hash)
+
+    def _forget(self, block: KVCacheBlock) -> list[tuple[BlockHash, int]]:
+        """Take a block out of the cache, and what continues it, which no lookup would come to: (hash, block id), leaves before parents.
+
+        Blocks that continue it may be referenced still: a transfer that holds its own copy of a block does not hold the one in the cache,
+        which another request entered first.
+        """
         if block.block_hash is None:
-            return
-        del self._cached[block.block_hash]
-        evicted, block.block_hash, block.parent_hash = block.block_hash, None, None
-        self._on_evicted(evicted)
+            return []
+        forgotten = [block]
+        for parent in forgotten:
+            assert parent.block_hash is not None
+            forgotten += [self._cached[block_hash] for block_hash in self._children.pop(parent.block_hash, ())]
+        result = []
+        for each in reversed(forgotten):
+            assert each.block_hash is not None and each.parent_hash is not None
+            del self._cached[each.block_hash]
+            siblings = self._children.get(each.parent_hash, set())
+            siblings.discard(each.block_hash)
+            if not siblings:
+                self._children.pop(each.parent_hash, None)
+            result.append((each.block_hash, each.block_id))
+            each.block_hash = each.parent_hash = None
+        return result
+
+    def _announce(self, block_hash: BlockHash) -> None:
+        """Where it is now."""
+        if block_hash in self._cached:
+            self._on_cached(block_hash, Tier.DEVICE)
+        elif self._host_tier is not None and block_hash in self._host_tier:
+            self._on_cached(block_hash, Tier.HOST)
+        else:
+            self._on_evicted(block_hash)
 
     def check_invariants(self, root: BlockHash | None = None) -> None:
         """Recompute from scratch; AssertionError names what broke. With `root`, also that the cached set is prefix-closed."""
@@ -161,7 +207,9 @@ class BlockPool:
             assert (block.ref_cnt == 0) == (block.block_id in queued), f"{block} is in the wrong state"
             if block.block_hash is not None:
                 assert self._cached.get(block.block_hash) is block, f"{block} has a stale hash"
+        assert sum(map(len, self._children.values())) == len(self._cached), "a child is not cached"
         for block_hash, block in self._cached.items():
             assert block.block_hash == block_hash, "the map leads to a block with another hash"
+            assert block.parent_hash is not None and block_hash in self._children[block.parent_hash], f"{block} is not known as a child"
             if root is not None:
                 assert block.parent_hash == root or block.parent_hash in self._cached, f"{block} is cached without its parent"

@@ -1,16 +1,23 @@
 """Which blocks each request holds: prefix hits, reservation, growth, forks, publication of full blocks, and giving back.
 
 The engine thread and the control thread (which reserves blocks for incoming transfers) both call in; one lock serves them.
+
+Blocks that host memory has (see host_tier.py) are hits like others, but that their bytes are still to be copied: from their reservation on
+they are in the prefix cache, and whoever holds one of them is not ready until the copy has ended.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from shared.block_hash import BlockHash
 from shared.cache.block_pool import BlockPool, KVCacheBlock
+from shared.cache.host_loads import HostLoad, HostLoads
+from shared.cache.host_tier import HostTier
 from shared.request import Request
 
 
@@ -20,14 +27,16 @@ def cdiv(numerator: int, denominator: int) -> int:
 
 @dataclass(frozen=True)
 class Reservation:
-    """What `reserve` gave: all block ids in order; the first `num_cached_blocks` of them hold valid KV already."""
+    """What `reserve` gave: all block ids in order; the first `num_cached_blocks` of them hold valid KV already, or will when the request is
+    ready."""
 
     block_ids: list[int]
     num_cached_blocks: int
 
 
 class KVCacheManager:
-    """`copy_block(source, target)` copies the KV of one block over another's before it returns."""
+    """`copy_block(source, target)` copies the KV of one block over another's before it returns. `is_worth_loading(num_blocks)`: copying as
+    many from host memory costs less than computing them. `on_loaded`, on any thread: some holder may have become ready."""
 
     def __init__(
         self,
@@ -36,6 +45,9 @@ class KVCacheManager:
         root: BlockHash,
         enable_prefix_caching: bool = True,
         copy_block: Callable[[int, int], None] = lambda _source, _target: None,
+        host_tier: HostTier | None = None,
+        is_worth_loading: Callable[[int], bool] = lambda _num_blocks: True,
+        on_loaded: Callable[[], None] = lambda: None,
     ) -> None:
         self.pool = pool
         self.block_size = block_size
@@ -45,8 +57,14 @@ class KVCacheManager:
         self._copy_block = copy_block
         self._blocks: dict[str, list[KVCacheBlock]] = {}
         self._num_published: dict[str, int] = {}
+        self.host_tier = host_tier
+        self._is_worth_loading = is_worth_loading
+        self._on_loaded = on_loaded
+        self._loads = HostLoads()
+        self._num_loads = 0
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
+        self.num_host_hit_tokens = 0
 
     def block_ids(self, request_id: str) -> list[int]:
         with self.lock:
@@ -62,37 +80,140 @@ class KVCacheManager:
         """Blocks for all tokens known of `request`, which must hold none: hits first (touched before anything is evicted),
         the rest fresh. Tokens whose hidden state is needed, the last one at least, are left to compute. Sets num_computed_tokens and, the
         first time, num_cached_tokens. None, and nothing taken, if the pool would be left with fewer than `num_headroom_blocks`.
+        What host memory has counts as computed, and is when the request `is_ready`.
         """
         with self.lock:
             assert request.request_id not in self._blocks, "request holds blocks already"
             request.update_block_hashes(self.root, self.block_size)
-            hits = self._match(request)
+            wanted = self._cacheable(request)
+            hits = self._leading_run(wanted)
             num_blocks = cdiv(request.num_tokens, self.block_size)
             num_free_hits = sum(block.ref_cnt == 0 for block in hits)
             if self.pool.num_free - num_free_hits - (num_blocks - len(hits)) < num_headroom_blocks:
                 return None
-            self.pool.touch(hits)
-            fresh = self.pool.allocate(num_blocks - len(hits))
-            assert fresh is not None
-            self._blocks[request.request_id] = hits + fresh
-            self._num_published[request.request_id] = len(hits)
-            request.num_computed_tokens = len(hits) * self.block_size
+            num_loaded = self._take(request.request_id, wanted, hits, num_blocks - len(hits), self._is_worth_loading)
+            num_cached = len(hits) + num_loaded
+            self._num_published[request.request_id] = num_cached
+            request.num_computed_tokens = num_cached * self.block_size
             if request.num_cached_tokens is None:
                 request.num_cached_tokens = request.num_computed_tokens
                 self.num_queried_tokens += request.num_tokens
                 self.num_hit_tokens += request.num_computed_tokens
-            return Reservation([block.block_id for block in hits + fresh], len(hits))
+                self.num_host_hit_tokens += num_loaded * self.block_size
+            reservation = Reservation(self.block_ids(request.request_id), num_cached)
+            self._start_load(request.request_id)
+            return reservation
 
-    def pin(self, holder_id: str, block_hashes: Sequence[BlockHash]) -> list[int]:
+    def pin(self, holder_id: str, block_hashes: Sequence[BlockHash], num_headroom_blocks: int = 0) -> list[int]:
         """Blocks that are cached under the leading ones of `block_hashes`. They belong to `holder_id`, which holds nothing yet, until
-        `free`, and none of them is evicted meanwhile."""
+        `free`, and none of them is evicted meanwhile. Their bytes are there when it `is_ready`: those that host memory has are copied, as
+        far as the pool is left with `num_headroom_blocks`."""
         with self.lock:
             assert holder_id not in self._blocks, "holds blocks already"
-            blocks = self._leading_run(block_hashes)
-            self.pool.touch(blocks)
-            self._blocks[holder_id] = blocks
-            return [block.block_id for block in blocks]
+            hits = self._leading_run(block_hashes)
+            num_free = self.pool.num_free - sum(block.ref_cnt == 0 for block in hits) - num_headroom_blocks
+            num_fresh = min(len(self._host_run(block_hashes[len(hits) :])), max(0, num_free))
+            num_loaded = self._take(holder_id, block_hashes, hits, num_fresh)
+            self.pool.free(self._blocks[holder_id][len(hits) + num_loaded :])
+            del self._blocks[holder_id][len(hits) + num_loaded :]
+            block_ids = self.block_ids(holder_id)
+            self._start_load(holder_id)
+            return block_ids
 
+    # ---- blocks that come from host memory ----------------------------------------------------------------------------
+    def is_ready(self, holder_id: str) -> bool:
+        """The bytes of every cached block it holds are there."""
+        return self._loads.is_ready(holder_id)
+
+    def has_failed(self, holder_id: str) -> bool:
+        """Bytes of blocks it holds will not come: it has to give all of them back."""
+        return self._loads.has_failed(holder_id)
+
+    def when_ready(self, holder_id: str, then: Callable[[], None]) -> None:
+        """`then` runs, here and now or on another thread, when nothing is awaited any more for `holder_id`; not if it gives its blocks back
+        before."""
+        with self.lock:
+            is_awaiting = self._loads.when_ready(holder_id, then)
+        if not is_awaiting:
+            then()
+
+    def take_load(self, holder_id: str) -> HostLoad | None:
+        """What was copied for this holder, told once."""
+        return self._loads.take(holder_id)
+
+    def begin_step(self) -> None:
+        """Evicted blocks may go to host memory again, as many as a step allows."""
+        if self.host_tier is not None:
+            self.host_tier.begin_step()
+
+    def close(self) -> None:
+        """Copies under way are finished first; nothing is to be reserved any more."""
+        if self.host_tier is not None:
+            self.host_tier.close()
+
+    def _take(
+        self,
+        holder_id: str,
+        block_hashes: Sequence[BlockHash],
+        hits: list[KVCacheBlock],
+        num_fresh: int,
+        is_worth_loading: Callable[[int], bool] = lambda _num_blocks: True,
+    ) -> int:
+        """Give `holder_id` the blocks `hits`, cached under the first of `block_hashes`, and `num_fresh` more, which there must be. As many
+        of these as are returned, the first ones, are to be filled by `_start_load`."""
+        self.pool.touch(hits)
+        # Held before anything is evicted: what comes to host memory must not take the place of what is about to leave it.
+        held: list[BlockHash] = []
+        on_host = self._host_run(block_hashes[len(hits) :])[:num_fresh]
+        if on_host and is_worth_loading(len(on_host)):
+            assert self.host_tier is not None
+            held = self.host_tier.hold(on_host)
+        fresh = self.pool.allocate(num_fresh)
+        assert fresh is not None
+        self._blocks[holder_id] = hits + fresh
+        self._loads.wait_for(holder_id, hits)
+        if held:
+            self._prepare_load(holder_id, held, len(hits))
+        return len(held)
+
+    def _prepare_load(self, holder_id: str, held: list[BlockHash], first: int) -> None:
+        blocks = self._blocks[holder_id][: first + len(held)]
+        self._num_loads += 1
+        load = HostLoad(f"load {self._num_loads}", held, blocks[first:], time.monotonic())
+        self.pool.touch(blocks)
+        self._blocks[load.name] = blocks
+        self._loads.wait_for(load.name, blocks[:first])
+        self._loads.add(load, holder_id)
+        parent = blocks[first - 1].block_hash if first else self.root
+        for block, block_hash in zip(load.blocks, held, strict=True):
+            assert parent is not None
+            entered = self.pool.cache(block, block_hash, parent)
+            assert entered is block, "a block in the cache had no parent there"
+            parent = block_hash
+
+    def _start_load(self, holder_id: str) -> None:
+        """Last: where the executor is this very thread, the load has ended when this returns."""
+        load = self._loads.started_for(holder_id)
+        if load is not None:
+            assert self.host_tier is not None
+            self.host_tier.load(load.block_hashes, [block.block_id for block in load.blocks], partial(self._end_load, load))
+
+    def _end_load(self, load: HostLoad, is_there: bool) -> None:
+        with self.lock:
+            assert self.host_tier is not None
+            load.wait_s = time.monotonic() - load.started_s
+            useless, calls = self._loads.end(load, is_there)
+            for other in useless:
+                # Leaves first, so that no block is ever cached without its parent.
+                for block in reversed(other.blocks):
+                    self.pool.uncache(block)
+            self.free(load.name)
+            self.host_tier.end_load(load.block_hashes, load.wait_s, is_there)
+        for call in calls:
+            call()
+        self._on_loaded()
+
+    # ---- blocks of holders --------------------------------------------------------------------------------------------
     def keep(self, holder_id: str, request_id: str, first: int, end: int) -> list[int]:
         """The ids of blocks [first, end) of a request, which are `holder_id`'s as well from now on, until `free`: also where publishing
         exchanges the request's own for another's."""
@@ -104,11 +225,10 @@ class KVCacheManager:
 
     def missing_hashes(self, request: Request) -> list[BlockHash]:
         """Of the blocks that `request` could take from the cache, from the first that is not there on."""
-        if not self._enable_prefix_caching:
-            return []
-        wanted = request.block_hashes[: request.num_cacheable_tokens // self.block_size]
+        wanted = self._cacheable(request)
         with self.lock:
             num_hits = len(self._leading_run(wanted))
+            num_hits += len(self._host_run(wanted[num_hits:]))
         return wanted[num_hits:]
 
     def fork(self, request_id: str, child_id: str) -> None:
@@ -120,6 +240,7 @@ class KVCacheManager:
             self.pool.touch(blocks)
             self._blocks[child_id] = list(blocks)
             self._num_published[child_id] = self._num_published[request_id]
+            self._loads.fork(request_id, child_id)
 
     def grow(self, request: Request) -> bool:
         """Make room for all tokens known of a request that holds blocks, and make the block it will write to its own; False, and no
@@ -143,10 +264,13 @@ class KVCacheManager:
         """Enter the blocks that are full and computed by now into the prefix cache (and through it into the global index).
 
         A block whose hash another request entered first is exchanged for that one; the request's block table changes with it.
+        A request that is not ready publishes later: its blocks hang on some that may not come.
         """
         if not self._enable_prefix_caching:
             return
         with self.lock:
+            if not self.is_ready(request.request_id):
+                return
             num_full = request.num_computed_tokens // self.block_size
             first = self._num_published[request.request_id]
             if num_full <= first:
@@ -163,13 +287,18 @@ class KVCacheManager:
         with self.lock:
             blocks = self._blocks.pop(request_id, None)
             self._num_published.pop(request_id, None)
+            self._loads.release(request_id)
             if blocks:
                 self.pool.free(blocks[::-1])
 
-    def _match(self, request: Request) -> list[KVCacheBlock]:
+    def _cacheable(self, request: Request) -> list[BlockHash]:
+        """Of the blocks that it could take from a cache."""
         if not self._enable_prefix_caching:
             return []
-        return self._leading_run(request.block_hashes[: request.num_cacheable_tokens // self.block_size])
+        return request.block_hashes[: request.num_cacheable_tokens // self.block_size]
+
+    def _host_run(self, block_hashes: Sequence[BlockHash]) -> list[BlockHash]:
+        return self.host_tier.leading_run(block_hashes) if self.host_tier is not None else []
 
     def _leading_run(self, block_hashes: Sequence[BlockHash]) -> list[KVCacheBlock]:
         hits: list[KVCacheBlock] = []
@@ -183,6 +312,8 @@ class KVCacheManager:
     def check_invariants(self) -> None:
         """AssertionError if the pool is inconsistent or its reference counts are not exactly what the requests hold."""
         with self.lock:
+            if self.host_tier is not None:
+                self.host_tier.check_invariants()
             self.pool.check_invariants(self.root)
             held: dict[int, int] = {}
             for blocks in self._blocks.values():

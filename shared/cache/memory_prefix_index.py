@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from shared.block_hash import BlockHash
-from shared.cache.prefix_index import Holder, leading_hits
+from shared.cache.prefix_index import Holder, Overlap, Tier, leading_overlap
 
 
 class MemoryPrefixIndex:
     """What all workers hold; also the reader."""
 
     def __init__(self) -> None:
-        self._held: dict[Holder, set[BlockHash]] = {}
+        self._held: dict[Holder, dict[BlockHash, Tier]] = {}
 
-    async def match(self, holders: Sequence[Holder], hashes: Sequence[BlockHash]) -> dict[Holder, int]:
-        return {holder: leading_hits(item in self._held.get(holder, ()) for item in hashes) for holder in holders}
+    async def match(self, holders: Sequence[Holder], hashes: Sequence[BlockHash]) -> dict[Holder, Overlap]:
+        return {holder: leading_overlap(map(self._held.get(holder, {}).get, hashes)) for holder in holders}
 
     def writer(self, holder: Holder) -> MemoryPrefixIndexWriter:
-        return MemoryPrefixIndexWriter(self._held.setdefault(holder, set()))
+        return MemoryPrefixIndexWriter(self._held.setdefault(holder, {}))
 
     def forget(self, holder: Holder) -> None:
         self._held.pop(holder, None)
@@ -27,11 +27,12 @@ class MemoryPrefixIndex:
 class MemoryPrefixIndexWriter:
     """One worker's side."""
 
-    def __init__(self, held: set[BlockHash]) -> None:
+    def __init__(self, held: dict[BlockHash, Tier]) -> None:
         self._held = held
 
-    def publish(self, hashes: Iterable[BlockHash]) -> None:
-        self._held.update(hashes)
+    def publish(self, hashes: Iterable[BlockHash], tier: Tier = Tier.DEVICE) -> None:
+        self._held.update(dict.fromkeys(hashes, tier))
 
     def withdraw(self, hashes: Iterable[BlockHash]) -> None:
-        self._held.difference_update(hashes)
+        for block_hash in hashes:
+            self._held.pop(block_hash, None)

@@ -1,9 +1,10 @@
-"""The global prefix index in Redis: one SET of 16-byte block hashes per worker incarnation, expiring with the worker's lease.
+"""The global prefix index in Redis: for each worker incarnation one HASH, from 16-byte block hash to tier, expiring with the
+worker's lease.
 
 The reader asks for all holders in one pipelined round trip. A Redis that is down or hangs costs a request at most one time-out;
 after that a breaker answers zeros at once, while a task of its own finds out when Redis is back.
-The writer is one thread's business (see lease_keeper.py): a set is written over one connection only, so no add can overtake a
-remove, and a set whose writes may have been lost is announced again from scratch.
+The writer is one thread's business (see lease_keeper.py): what a worker holds is written over one connection only, so no add can overtake
+a remove, and where writes may have been lost all of it is announced again from scratch.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
+from typing import TypeVar
 
 import redis
 import redis.asyncio
@@ -20,15 +22,17 @@ from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 
 from shared.block_hash import BlockHash
-from shared.cache.prefix_index import Holder, leading_hits
+from shared.cache.prefix_index import Holder, Overlap, Tier, leading_overlap
 from shared.membership import blocks_key
 
 SOCKET_TIMEOUT_S = 0.25
-BLOCK_SET_TTL_S = 10.0
-"""How long a set outlives its last renewal. Much longer than a lease: a dead worker's set is found by nobody, since the
-incarnation is in the key, and a live worker's set must survive a pause of its process."""
+BLOCKS_TTL_S = 10.0
+"""How long what a worker holds outlives its last renewal. Much longer than a lease: a dead worker's is found by nobody, since the
+incarnation is in the key, and a live worker's must survive a pause of its process."""
 _RETRY_INTERVAL_S = 0.5
-_MEMBERS_PER_COMMAND = 4096
+_BLOCKS_PER_COMMAND = 4096
+_Item = TypeVar("_Item")
+_TIERS = {tier.value: tier for tier in Tier}
 
 
 def make_async_client(redis_url: str) -> redis.asyncio.Redis:
@@ -47,17 +51,17 @@ class RedisPrefixIndexReader:
         self._is_open = True
         self._is_closing = False
         self._probe: asyncio.Task[None] | None = None
-        self._lookups: set[asyncio.Task[dict[Holder, int]]] = set()
+        self._lookups: set[asyncio.Task[dict[Holder, Overlap]]] = set()
 
     @property
     def healthy(self) -> bool:
         """False while the breaker answers zeros for Redis."""
         return self._is_open
 
-    async def match(self, holders: Sequence[Holder], hashes: Sequence[BlockHash]) -> dict[Holder, int]:
-        """Overlap in blocks for each holder, in one round trip; zeros when Redis does not answer."""
+    async def match(self, holders: Sequence[Holder], hashes: Sequence[BlockHash]) -> dict[Holder, Overlap]:
+        """Overlap for each holder, in one round trip; none when Redis does not answer."""
         if not hashes or not holders or not self._is_open:
-            return dict.fromkeys(holders, 0)
+            return dict.fromkeys(holders, Overlap())
         # A task of its own: a caller that is cancelled must not leave half an answer in a pooled connection.
         lookup = asyncio.create_task(self._look_up(holders, hashes))
         self._lookups.add(lookup)
@@ -71,16 +75,16 @@ class RedisPrefixIndexReader:
             self._probe.cancel()
             await asyncio.wait({self._probe}, timeout=1.0)
 
-    async def _look_up(self, holders: Sequence[Holder], hashes: Sequence[BlockHash]) -> dict[Holder, int]:
+    async def _look_up(self, holders: Sequence[Holder], hashes: Sequence[BlockHash]) -> dict[Holder, Overlap]:
         try:
             async with asyncio.timeout(SOCKET_TIMEOUT_S), self._client.pipeline(transaction=False) as pipe:
                 for holder in holders:
-                    pipe.smismember(blocks_key(self._namespace, *holder), list(hashes))
+                    pipe.hmget(blocks_key(self._namespace, *holder), list(hashes))
                 replies = await pipe.execute()
         except (redis.RedisError, OSError, TimeoutError):
             self._trip()
-            return dict.fromkeys(holders, 0)
-        return {holder: leading_hits(reply) for holder, reply in zip(holders, replies, strict=True)}
+            return dict.fromkeys(holders, Overlap())
+        return {holder: leading_overlap(map(_TIERS.get, reply)) for holder, reply in zip(holders, replies, strict=True)}
 
     def _trip(self) -> None:
         self._is_open = False
@@ -105,8 +109,8 @@ class RedisPrefixIndexWriter:
     def __init__(self, namespace: str, worker_id: str, incarnation: int) -> None:
         self._key = blocks_key(namespace, worker_id, incarnation)
         self._lock = threading.Lock()
-        self._expected: set[BlockHash] = set()
-        self._pending: dict[BlockHash, bool] = {}
+        self._expected: dict[BlockHash, Tier] = {}
+        self._pending: dict[BlockHash, Tier | None] = {}
         self._needs_announcement = True
         self._changed = threading.Event()
 
@@ -115,49 +119,49 @@ class RedisPrefixIndexWriter:
         """Set when there is something to write."""
         return self._changed
 
-    def publish(self, hashes: Iterable[BlockHash]) -> None:
+    def publish(self, hashes: Iterable[BlockHash], tier: Tier = Tier.DEVICE) -> None:
         with self._lock:
             for block_hash in hashes:
-                self._expected.add(block_hash)
-                self._pending[block_hash] = True
+                self._expected[block_hash] = tier
+                self._pending[block_hash] = tier
         self._changed.set()
 
     def withdraw(self, hashes: Iterable[BlockHash]) -> None:
         with self._lock:
             for block_hash in hashes:
-                self._expected.discard(block_hash)
-                self._pending[block_hash] = False
+                self._expected.pop(block_hash, None)
+                self._pending[block_hash] = None
         self._changed.set()
 
     def flush(self, client: redis.Redis) -> None:
-        """Write what has changed since the last call, or the whole set if writes may have been lost. Raises RedisError."""
+        """Write what has changed since the last call, or everything if writes may have been lost. Raises RedisError."""
         self._changed.clear()
         with self._lock:
             announce = self._needs_announcement
             pending, self._pending = self._pending, {}
-            added = list(self._expected) if announce else [item for item, is_held in pending.items() if is_held]
-            removed = [] if announce else [item for item, is_held in pending.items() if not is_held]
+            added = list(self._expected.items()) if announce else [(item, tier) for item, tier in pending.items() if tier is not None]
+            removed = [] if announce else [item for item, tier in pending.items() if tier is None]
             self._needs_announcement = True
         if announce or added or removed:
-            # One transaction: no reader sees a set that is half announced.
+            # One transaction: no reader sees what is half announced.
             with client.pipeline(transaction=True) as pipe:
                 if announce:
                     pipe.delete(self._key)
-                for batch in _batches(removed):
-                    pipe.srem(self._key, *batch)
-                for batch in _batches(added):
-                    pipe.sadd(self._key, *batch)
-                pipe.pexpire(self._key, int(BLOCK_SET_TTL_S * 1000))
+                for hashes in _batches(removed):
+                    pipe.hdel(self._key, *hashes)
+                for entries in _batches(added):
+                    pipe.hset(self._key, items=[part for block_hash, tier in entries for part in (block_hash, tier.value)])
+                pipe.pexpire(self._key, int(BLOCKS_TTL_S * 1000))
                 pipe.execute()
         with self._lock:
             self._needs_announcement = False
 
     def renew(self, client: redis.Redis) -> None:
-        """Keep the set alive, and announce it again if Redis holds another number of hashes than we wrote. Raises RedisError."""
+        """Keep the entries alive, and announce them again if Redis holds another number than we wrote. Raises RedisError."""
         self.flush(client)
         with client.pipeline(transaction=False) as pipe:
-            pipe.pexpire(self._key, int(BLOCK_SET_TTL_S * 1000))
-            pipe.scard(self._key)
+            pipe.pexpire(self._key, int(BLOCKS_TTL_S * 1000))
+            pipe.hlen(self._key)
             _, num_held = pipe.execute()
         with self._lock:
             # What was published since the flush is not in Redis yet: then the next renewal compares.
@@ -167,17 +171,17 @@ class RedisPrefixIndexWriter:
             self.flush(client)
 
     def announce_again(self) -> None:
-        """The next flush writes the whole set: for when a connection died with writes on the way."""
+        """The next flush writes everything: for when a connection died with writes on the way."""
         with self._lock:
             self._needs_announcement = True
         self._changed.set()
 
     def clear(self, client: redis.Redis) -> None:
-        """Remove the set from Redis. Raises RedisError."""
+        """Remove all of it from Redis. Raises RedisError."""
         client.delete(self._key)
 
 
-def _batches(members: Sequence[BlockHash]) -> Iterable[list[BlockHash]]:
-    iterator = iter(members)
-    while batch := list(islice(iterator, _MEMBERS_PER_COMMAND)):
+def _batches(items: Iterable[_Item]) -> Iterator[list[_Item]]:
+    iterator = iter(items)
+    while batch := list(islice(iterator, _BLOCKS_PER_COMMAND)):
         yield batch

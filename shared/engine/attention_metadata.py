@@ -1,4 +1,4 @@
-"""What attention needs to know of one step, built once from the scheduler's output and used by every layer."""
+"""What attention needs to know of one step, built once and used by every layer."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 
 from kernels.cpu_attention import CPUPagedAttention
 from kernels.gpu_attention import GPUPagedAttention
-from shared.batch import SchedulerOutput
 from shared.engine.device import to_device
+from shared.engine.step_input import StepInput
 from shared.model_files.model_config import ModelConfig
 
 
@@ -19,33 +19,25 @@ class AttentionMetadata:
 
     positions: torch.Tensor  # [num_tokens] int64
     slot_mapping: torch.Tensor  # [num_tokens] int64: physical block x block size + offset, where a token's K and V are written
-    hidden_rows: torch.Tensor  # rows whose hidden state is wanted: the last of each request that completes, then those to score
+    hidden_rows: torch.Tensor  # rows whose hidden state is wanted
     attention: CPUPagedAttention | GPUPagedAttention
 
     @classmethod
-    def build(
-        cls, output: SchedulerOutput, block_tables: list[list[int]], block_size: int, config: ModelConfig, device: torch.device
-    ) -> AttentionMetadata:
-        """block_tables[i]: all block ids of the i-th scheduled request. Tensors are on `device`."""
-        query_start_loc, seq_lens = [0], []
-        last_rows: list[int] = []
-        scored_rows: list[int] = []
+    def build(cls, step: StepInput, block_size: int, config: ModelConfig, device: torch.device) -> AttentionMetadata:
+        """`config`: of what this rank holds. Tensors are on `device`."""
+        query_start_loc = [0]
         positions, slots = [], []
-        for row, table in zip(output.scheduled, block_tables, strict=True):
-            token_positions = torch.arange(row.start, row.end)
+        for start, end, table in zip(step.starts, step.ends, step.block_tables, strict=True):
+            token_positions = torch.arange(start, end)
             positions.append(token_positions)
             slots.append(torch.tensor(table)[token_positions // block_size] * block_size + token_positions % block_size)
-            scored_rows.extend(position - row.start + query_start_loc[-1] for position in row.scored_positions)
-            query_start_loc.append(query_start_loc[-1] + row.num_new_tokens)
-            seq_lens.append(row.end)
-            if row.completes:
-                last_rows.append(query_start_loc[-1] - 1)
-        step = (block_tables, query_start_loc, seq_lens, block_size)
+            query_start_loc.append(query_start_loc[-1] + end - start)
+        paged = (step.block_tables, query_start_loc, step.ends, block_size)
         return cls(
             positions=to_device(torch.cat(positions), device),
             slot_mapping=to_device(torch.cat(slots), device),
-            hidden_rows=to_device(torch.tensor(last_rows + scored_rows, dtype=torch.int64), device),
-            attention=GPUPagedAttention(*step, device)
+            hidden_rows=to_device(torch.tensor(step.hidden_rows, dtype=torch.int64), device),
+            attention=GPUPagedAttention(*paged, device)
             if device.type == "cuda"
-            else CPUPagedAttention(*step, config.num_heads, config.num_kv_heads),
+            else CPUPagedAttention(*paged, config.num_heads, config.num_kv_heads),
         )

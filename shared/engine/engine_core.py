@@ -16,15 +16,22 @@ from shared.available_cpus import available_cpus
 from shared.batch import ScheduledRequest, SchedulerOutput
 from shared.block_hash import BlockHash
 from shared.cache.block_pool import BlockPool
+from shared.cache.host_tier import HostTier
 from shared.cache.kv_cache_manager import KVCacheManager
+from shared.cache.prefix_index import Tier
 from shared.config import Settings
 from shared.engine.device import default_dtype, select_device
+from shared.engine.host_block_store import new_host_block_store
 from shared.engine.kv_cache import KVCache
 from shared.engine.layer_groups import OnLayers, num_groups
 from shared.engine.layers.linear import Weights
 from shared.engine.model_runner import ModelRunner
-from shared.engine.models.llama import LlamaForCausalLM
-from shared.engine.rotary import RotaryTable
+from shared.engine.models.registry import build_model
+from shared.engine.prompt_logprobs import score_prompts
+from shared.engine.rotary import RotaryTables
+from shared.engine.step_input import StepInput
+from shared.engine.tensor_parallel.followers import Followers
+from shared.engine.tensor_parallel.sharding import Shard
 from shared.engine.weights import available_bytes, cpu_storage, load_for_cpu, load_weights
 from shared.errors import ConfigurationError
 from shared.messages import PromptLogprobs
@@ -40,6 +47,12 @@ WARM_UP_TOKENS = (16, 128)
 """Sizes of the two steps that calibrate the step-time model."""
 GPU_WARM_UP_TOKENS = (256, 2048)
 """The same where fewer tokens than a few hundred take no less time."""
+MAX_STORED_NBYTES_PER_STEP = 128 << 20
+"""Of evicted blocks, to host memory: 25 ms of a core, which makes the copies beside a CPU engine (more while the memory is new)."""
+LOAD_OVERHEAD_S = 2e-3
+"""Of a copy from host memory, whatever its size: a turn of the engine that the request misses."""
+LOAD_BYTES_PER_S = 25e9
+"""Of the 50e9 over PCIe, which evicted blocks want too."""
 
 
 @dataclass(frozen=True)
@@ -62,19 +75,50 @@ class EngineCore:
         self,
         source: ModelSource,
         settings: Settings,
-        on_cached: Callable[[Iterable[BlockHash]], None],
+        on_cached: Callable[[Iterable[BlockHash], Tier], None],
         on_evicted: Callable[[Iterable[BlockHash]], None],
         progress: Callable[[float], None] | None = None,
         pending: PendingWeights | None = None,
         is_cache_shared: bool = False,
+        on_loaded: Callable[[], None] = lambda: None,
     ) -> None:
-        """`is_cache_shared`: other processes of this host may read the KV cache."""
+        """`is_cache_shared`: other processes of this host may read the KV cache. `on_loaded`, on any thread: see KVCacheManager."""
         self.settings = settings
         self.config = source.config
-        self.device = select_device(settings, self.config)
+        self.shard = Shard(0, settings.tensor_parallel_size) if settings.tensor_parallel_size > 1 else None
+        self._rank_config = self.config if self.shard is None else self.shard.config(self.config)
+        self.device = select_device(settings, self._rank_config)
         self.dtype = default_dtype(self.device) if settings.dtype == "auto" else getattr(torch, settings.dtype)
         self.dtype_name = str(self.dtype).removeprefix("torch.")
-        torch.set_num_threads(settings.num_threads or available_cpus())
+        torch.set_num_threads(settings.num_threads or max(1, available_cpus() // settings.tensor_parallel_size))
+        num_blocks = self._num_blocks()
+        self.max_model_len = min(
+            self.config.max_model_len, settings.max_model_len or self.config.max_model_len, num_blocks * settings.block_size
+        )
+        self._followers: Followers | None = None
+        if self.shard is not None:
+            self._followers = Followers(settings, self.dtype_name, self.device, num_blocks, self.max_model_len)
+        self.is_broken = False
+        """A rank may have stopped in the middle of a step: no other can be computed."""
+        try:
+            self._set_up(source, num_blocks, on_cached, on_evicted, progress, pending, is_cache_shared, on_loaded)
+        except BaseException:
+            if self._followers is not None:
+                self._followers.close()
+            raise
+
+    def _set_up(
+        self,
+        source: ModelSource,
+        num_blocks: int,
+        on_cached: Callable[[Iterable[BlockHash], Tier], None],
+        on_evicted: Callable[[Iterable[BlockHash]], None],
+        progress: Callable[[float], None] | None,
+        pending: PendingWeights | None,
+        is_cache_shared: bool,
+        on_loaded: Callable[[], None],
+    ) -> None:
+        settings = self.settings
         with ThreadPoolExecutor(1) as builder:  # a compiler's few seconds, where the kernel was never built, beside the weights
             builder.submit(compiled_copies)
             if self.device.type == "cpu":
@@ -82,20 +126,28 @@ class EngineCore:
                 builder.submit(cpu_rotary_embedding.prepare, self.dtype)
                 builder.submit(cpu_sampling.prepare)
                 builder.submit(cpu_elementwise.prepare)
-            storage = cpu_storage(settings, self.dtype, self.device)
+            storage = cpu_storage(settings, self.dtype, self.device) if self.shard is None else None
             if storage is None:
-                weights = Weights(load_weights(source, self.dtype, self.device, progress, pending))
+                weights = Weights(load_weights(source, self.dtype, self.device, progress, pending, self.shard))
             else:
                 weights = load_for_cpu(source, storage, progress, pending)
-        num_blocks = self._num_blocks()
-        self.max_model_len = min(
-            self.config.max_model_len, settings.max_model_len or self.config.max_model_len, num_blocks * settings.block_size
-        )
-        model = LlamaForCausalLM(self.config, weights, RotaryTable(self.config, self.max_model_len, self.device))
-        self.cache = KVCache(self.config, num_blocks, settings.block_size, self.dtype, self.device, is_cache_shared)
+        self._check_room(num_blocks)
+        reduce = self._followers.join() if self._followers is not None else None
+        model = build_model(self._rank_config, weights, RotaryTables(self.config, self.max_model_len, self.device), reduce)
+        self.cache = KVCache(self._rank_config, num_blocks, settings.block_size, self.dtype, self.device, is_cache_shared)
         self.root = KVFormat(self.dtype_name, settings.block_size, settings.kv_wire_dtype).root(source.fingerprint)
-        pool = BlockPool(num_blocks, lambda h: on_cached([h]), lambda h: on_evicted([h]))
-        self.manager = KVCacheManager(pool, settings.block_size, self.root, settings.enable_prefix_caching, self.cache.copy_block)
+        host_tier = self._new_host_tier()
+        pool = BlockPool(num_blocks, lambda h, tier: on_cached([h], tier), lambda h: on_evicted([h]), host_tier)
+        self.manager = KVCacheManager(
+            pool,
+            settings.block_size,
+            self.root,
+            settings.enable_prefix_caching,
+            self._copy_block,
+            host_tier,
+            self._is_worth_loading,
+            on_loaded,
+        )
         self.scheduler = Scheduler(
             self.manager,
             SchedulerLimits(
@@ -107,25 +159,62 @@ class EngineCore:
             ),
         )
         self.num_layer_groups = num_groups(settings.kv_layer_groups, self.config.num_layers, self.device)
-        self.runner = ModelRunner(model, self.cache, self.manager, self.num_layer_groups)
+        self.runner = ModelRunner(model, self.cache, self.num_layer_groups)
         self.num_steps = 0
         self._warm_up()
 
     def _num_blocks(self) -> int:
         settings = self.settings
-        block_nbytes = KVCache.bytes_per_block(self.config, settings.block_size, self.dtype.itemsize)
+        block_nbytes = self._block_nbytes
         num_blocks = settings.num_blocks or int(settings.kv_cache_gib * (1 << 30)) // block_nbytes
-        available = available_bytes(self.device)
-        if available is not None and num_blocks * block_nbytes > available:
-            raise ConfigurationError(
-                f"a KV cache of {num_blocks} blocks takes {num_blocks * block_nbytes >> 20} MiB and {available >> 20} MiB are free on the "
-                f"{self.device.type}; set PAGEWIRE_KV_CACHE_GIB or PAGEWIRE_NUM_BLOCKS lower"
-            )
         if num_blocks < 2:
             raise ConfigurationError(
                 f"kv_cache_gib = {settings.kv_cache_gib} holds {num_blocks} blocks of {block_nbytes >> 10} KiB; 2 are the least"
             )
         return num_blocks
+
+    @property
+    def _block_nbytes(self) -> int:
+        return KVCache.bytes_per_block(self._rank_config, self.settings.block_size, self.dtype.itemsize)
+
+    def _check_room(self, num_blocks: int) -> None:
+        available, needed = available_bytes(self.device), num_blocks * self._block_nbytes
+        if available is not None and needed > available:
+            raise ConfigurationError(
+                f"a KV cache of {num_blocks} blocks takes {needed >> 20} MiB and {available >> 20} MiB are free on the "
+                f"{self.device.type}; set PAGEWIRE_KV_CACHE_GIB or PAGEWIRE_NUM_BLOCKS lower"
+            )
+
+    def _copy_block(self, source: int, target: int) -> None:
+        if self._followers is not None:
+            self._followers.copy_block(source, target)
+        self.cache.copy_block(source, target)
+
+    def check_ranks(self) -> None:
+        """Raises RankLostError when another rank has ended."""
+        if self._followers is not None:
+            self._followers.check()
+
+    def _new_host_tier(self) -> HostTier | None:
+        settings = self.settings
+        if not settings.kv_host_cache_gib:
+            return None
+        if not settings.enable_prefix_caching:
+            raise ConfigurationError("kv_host_cache_gib is of no use with enable_prefix_caching off: blocks are found by their hash")
+        if self.shard is not None:
+            raise ConfigurationError("kv_host_cache_gib does not go with tensor_parallel_size: only the first rank's blocks would be kept")
+        store = new_host_block_store(self.cache.tensor, int(settings.kv_host_cache_gib * (1 << 30)))
+        max_blocks_per_step = max(1, MAX_STORED_NBYTES_PER_STEP // self.cache.block_nbytes)
+        executor = ThreadPoolExecutor(1, thread_name_prefix="kv-host-load")
+        return HostTier(store, executor, max_blocks_per_step, checks_contents=settings.debug)
+
+    def _is_worth_loading(self, num_blocks: int) -> bool:
+        """On a CPU always: computing a block takes a hundred times as long as copying it (bench/host_tier.py)."""
+        step_time = self.scheduler.step_time
+        if self.device.type == "cpu" or not step_time.is_calibrated:
+            return True
+        compute_s = step_time.predict_s(num_blocks * self.settings.block_size) - step_time.predict_s(0)
+        return LOAD_OVERHEAD_S + num_blocks * self.cache.block_nbytes / LOAD_BYTES_PER_S < compute_s
 
     def _warm_up(self) -> None:
         """Prompts through the model before anyone waits for one; their times are the scheduler's first estimate."""
@@ -142,11 +231,12 @@ class EngineCore:
 
     def _prepare_gpu_kernels(self) -> None:
         """Compile and load what requests would otherwise wait for."""
-        config = self.config
+        config = self._rank_config
         row_size = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         rows = torch.zeros(1, row_size, dtype=self.dtype, device=self.device)
         query = rows[:, : config.num_heads * config.head_dim].view(1, config.num_heads, config.head_dim)
-        gpu_attention.prepare(query, *self.cache.layer(0))
+        for window in {config.sliding_window(layer) for layer in range(config.num_layers)}:
+            gpu_attention.prepare(query, *self.cache.layer(0), sliding_window=window, soft_cap=config.attention_soft_cap)
 
     def _time_step(self, num_tokens: int) -> float:
         request = Request("warm-up", [0] * num_tokens, arrival_s=0.0, deadline_at_s=0.0)
@@ -154,25 +244,48 @@ class EngineCore:
             raise ConfigurationError("the KV cache is too small for one prompt; raise PAGEWIRE_NUM_BLOCKS")
         try:
             start_s = time.monotonic()
-            hidden, _ = self.runner.execute(SchedulerOutput([ScheduledRequest(request, 0, num_tokens)]))
+            hidden = self._forward(SchedulerOutput([ScheduledRequest(request, 0, num_tokens)]))
             sampling.greedy_tokens(self.runner.compute_logits(hidden))
             self.runner.wait()
             return time.monotonic() - start_s
         finally:
             self.manager.free(request.request_id)
 
+    def _forward(self, output: SchedulerOutput, on_layers: OnLayers | None = None) -> torch.Tensor:
+        """The last hidden states of the requests that complete, then those to score."""
+        step = StepInput.of(output, [self.manager.block_ids(row.request.request_id) for row in output.scheduled])
+        if self._followers is None:
+            return self.runner.forward(step, on_layers)
+        try:
+            self._followers.step(step)
+            return self.runner.forward(step, on_layers)
+        except BaseException:
+            self.is_broken = True
+            raise
+
     def schedule(self) -> SchedulerOutput | None:
         """None when nothing can run now."""
+        self.manager.begin_step()
         output = self.scheduler.schedule()
         return output if output is not None and output.scheduled else None
 
     def run(self, output: SchedulerOutput, on_layers: OnLayers | None = None) -> StepResult:
-        """Compute what was scheduled and book it. `on_layers`: see ModelRunner.execute."""
+        """Compute what was scheduled and book it. `on_layers`: see ModelRunner.forward."""
         start_ns, start_s = time.time_ns(), time.monotonic()
-        hidden, prompt_logprobs = self.runner.execute(output, on_layers)
+        hidden = self._forward(output, on_layers)
+        num_completing = sum(row.completes for row in output.scheduled)
+        scored = [row for row in output.scheduled if row.scored_positions]
+        hidden, to_score = hidden[:num_completing], hidden[num_completing:]
+        prompt_logprobs = score_prompts(to_score, scored, self.runner.compute_logits, self.config.tokenizer_vocab_size)
         self.runner.wait()  # whoever gives blocks back after this knows that nothing reads or writes them any more
         self.scheduler.update(output, time.monotonic() - start_s)
         self.num_steps += 1
         if self.settings.debug:
             self.manager.check_invariants()
         return StepResult(output, hidden, prompt_logprobs, start_ns, time.time_ns())
+
+    def close(self) -> None:
+        """When nothing is to run any more: the other ranks end as well, if there are any. Safe to call again."""
+        self.manager.close()
+        if self._followers is not None:
+            self._followers.close()

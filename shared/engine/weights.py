@@ -1,13 +1,18 @@
-"""Model weights under Hugging Face's names, from GGUF or safetensors: torch tensors, or for the CPU's kernel rows as the file has them."""
+"""Model weights under Hugging Face's names, from GGUF or safetensors: torch tensors, each read straight to its place, or for the CPU's
+kernel rows as the file has them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kernels import cpu_linear
 from kernels.cpu_linear import StoredRows
@@ -15,9 +20,11 @@ from shared.available_memory import available_memory_bytes
 from shared.config import Settings
 from shared.engine.dummy_weights import dummy_weight
 from shared.engine.layers.linear import Weights
+from shared.engine.tensor_parallel.sharding import Shard
 from shared.errors import ConfigurationError
 from shared.model_files.model_source import ModelSource
 from shared.model_files.stored_tensor import StoredTensor
+from shared.model_files.weight_layout import weight_buffers
 from shared.model_files.weight_names import ExpectedWeight, expected_weights
 from shared.model_files.weight_reader import (
     NUM_LOADING_THREADS,
@@ -56,15 +63,52 @@ def available_bytes(device: torch.device) -> int | None:
     return available_memory_bytes()
 
 
-def _load_one(
-    source: ModelSource, expected: ExpectedWeight, stored: StoredTensor, dtype: torch.dtype, device: torch.device
-) -> tuple[str, torch.Tensor]:
-    if source.format == "safetensors" and _SAME_TYPE.get(stored.type_name) is dtype:
+def _check_fits(source: ModelSource, dtype: torch.dtype, device: torch.device, shard: Shard | None) -> None:
+    where = "GPU memory" if device.type == "cuda" else "memory"
+    # On a CPU the ranks share what is free; each GPU has its own.
+    num_ranks = shard.size if shard is not None and device.type == "cuda" else 1
+    check_fits(source, dtype.itemsize / num_ranks, available_bytes(device), where)
+
+
+def _places(expected: Sequence[ExpectedWeight], dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
+    shapes = {weight.name: weight.shape for weight in expected}
+    places: dict[str, torch.Tensor] = {}
+    for buffer in weight_buffers(expected):
+        memory = torch.empty(buffer.size, dtype=dtype, device=device)
+        for name, start in buffer.starts.items():
+            places[name] = memory[start : start + math.prod(shapes[name])].view(shapes[name])
+    return places
+
+
+def _parts(source: ModelSource, expected: Sequence[ExpectedWeight], shard: Shard | None) -> list[ExpectedWeight]:
+    """With the shapes of what this rank holds."""
+    if shard is None:
+        return list(expected)
+
+    def shape(weight: ExpectedWeight) -> tuple[int, ...]:
+        return tuple(shard.part_of(weight.name, torch.empty(weight.shape, device="meta"), source.config).shape)
+
+    return [replace(weight, shape=shape(weight)) for weight in expected]
+
+
+def _wrapped(arrays: dict[str, NDArray[np.float32]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same memory as tensors, those of one buffer still in one piece; takes the arrays out."""
+    memories: dict[int, torch.Tensor] = {}
+    for name in list(arrays):
+        array = arrays.pop(name)
+        owner = array if array.base is None else array.base
+        memory = memories.setdefault(id(owner), torch.from_numpy(owner).view(-1))
+        start = (array.ctypes.data - memory.data_ptr()) // array.itemsize
+        yield name, memory[start : start + array.size].view(array.shape)
+
+
+def _load_one(source: ModelSource, expected: ExpectedWeight, stored: StoredTensor, place: torch.Tensor, shard: Shard | None) -> None:
+    if source.format == "safetensors" and _SAME_TYPE.get(stored.type_name) is place.dtype:
         # Already what is wanted: no way round through float32. The copy detaches it from the read-only map.
-        tensor = torch.from_numpy(np.array(stored.data).view(np.int16)).view(dtype).reshape(expected.shape)
+        tensor = torch.from_numpy(np.array(stored.data).view(np.int16)).view(place.dtype).reshape(expected.shape)
     else:
-        tensor = torch.from_numpy(read_weight(source, expected, stored)).to(dtype)
-    return expected.name, tensor.to(device)
+        tensor = torch.from_numpy(read_weight(source, expected, stored)).to(place.dtype)
+    place.copy_(tensor if shard is None else shard.part_of(expected.name, tensor, source.config))
 
 
 def _as_rows(source: ModelSource, expected: ExpectedWeight, stored: StoredTensor, storage: Storage) -> StoredRows:
@@ -115,31 +159,36 @@ def load_weights(
     device: torch.device | str,
     progress: Callable[[float], None] | None = None,
     pending: PendingWeights | None = None,
+    shard: Shard | None = None,
 ) -> dict[str, torch.Tensor]:
     """Name -> tensor; `lm_head.weight` is absent when it is tied to the embedding.
 
     `pending`: float32 weights already being read (`start_loading`), wrapped without a copy when float32 on the CPU is wanted.
-    Otherwise tensors are converted one by one, so at most a few are held in float32. `progress`: 0..1.
+    Otherwise tensors are converted one by one, so at most a few are held in float32. `progress`: 0..1. `shard`: only what it holds.
     Raises ModelLoadError when the weights cannot fit in memory.
     """
     device = torch.device(device)
     if source.format == "dummy":
-        check_fits(source, dtype.itemsize, available_bytes(device), "GPU memory" if device.type == "cuda" else "memory")
-        return {w.name: dummy_weight(w, seed, dtype, device) for seed, w in enumerate(expected_weights(source.config))}
-    if pending is None and dtype is torch.float32 and device.type == "cpu":
+        _check_fits(source, dtype, device, shard)
+        expected = list(expected_weights(source.config))
+        weights = _places(_parts(source, expected, shard), dtype, device)
+        for seed, weight in enumerate(expected):
+            whole = dummy_weight(weight, seed, dtype, device)
+            weights[weight.name].copy_(whole if shard is None else shard.part_of(weight.name, whole, source.config))
+        return weights
+    if pending is None and shard is None and dtype is torch.float32 and device.type == "cpu":
         pending = start_loading(source, progress)
     if pending is not None:
         arrays = pending.result()
-        return {name: torch.from_numpy(arrays.pop(name)).to(device=device, dtype=dtype) for name in list(arrays)}
-    check_fits(source, dtype.itemsize, available_bytes(device), "GPU memory" if device.type == "cuda" else "memory")
+        return {name: tensor.to(device=device, dtype=dtype) for name, tensor in _wrapped(arrays)}
+    _check_fits(source, dtype, device, shard)
     pairs = list(source.weights())
     num_elements, num_done = source.num_parameters, 0
-    weights: dict[str, torch.Tensor] = {}
+    weights = _places(_parts(source, [expected for expected, _ in pairs], shard), dtype, device)
     with ThreadPoolExecutor(NUM_LOADING_THREADS) as pool:
-        loaded = pool.map(lambda pair: _load_one(source, pair[0], pair[1], dtype, device), pairs)
-        for name, tensor in loaded:
-            weights[name] = tensor
-            num_done += tensor.numel()
+        loaded = pool.map(lambda pair: _load_one(source, pair[0], pair[1], weights[pair[0].name], shard), pairs)
+        for (_, stored), _ in zip(pairs, loaded, strict=True):
+            num_done += stored.num_elements
             if progress is not None:
                 progress(num_done / num_elements)
     return weights

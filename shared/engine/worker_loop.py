@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Literal
 
-from opentelemetry.trace import Tracer
+from opentelemetry.trace import Span, Tracer
 
 from shared.batch import SchedulerOutput
 from shared.cache.redis_prefix_index import RedisPrefixIndexWriter
@@ -29,6 +29,7 @@ from shared.membership import WorkerRecord, WorkerStats
 from shared.messages import AbortRequest, DecodeRequest, PrefillLost, PrefillRequest, RequestFailed, RouterMessage, SendPrefix
 from shared.model_files.model_source import ModelSource
 from shared.model_files.weight_reader import PendingWeights
+from shared.request import Request
 from shared.transport.connector import ReceiverEvents, SenderEvents
 from shared.transport.protocol.frames import KVDtype
 from shared.transport.protocol.kv_layout import KVLayout
@@ -63,6 +64,7 @@ class WorkerLoop(ABC):
         self.advertise_host = settings.advertise_host or settings.bind_host
         self._source = source
         self._writer = RedisPrefixIndexWriter(settings.redis_namespace, self.worker_id, self.incarnation)
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.engine = EngineCore(
             source,
             settings,
@@ -71,6 +73,7 @@ class WorkerLoop(ABC):
             progress,
             pending,
             is_cache_shared=settings.kv_transport in ("auto", "shm"),
+            on_loaded=self._wake,
         )
         self.layout = KVLayout(
             model_fingerprint=source.fingerprint,
@@ -80,7 +83,6 @@ class WorkerLoop(ABC):
             num_kv_heads=source.config.num_kv_heads,
             head_dim=source.config.head_dim,
         )
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.prefixes = PrefixExchange(
             self.layout,
             self.engine.cache.blocks(self.layout, settings),
@@ -180,10 +182,15 @@ class WorkerLoop(ABC):
             self.fail_all("the worker is shutting down")
             self.close_transport()
             self.rpc.close()
+            self.engine.close()
 
     def stop(self) -> None:
         """From any thread or a signal handler."""
         self._stopping.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        """From any thread: something may be possible that was not."""
         self._inbox.put(lambda: None)
 
     def post(self, command: Callable[[], None]) -> None:
@@ -194,6 +201,7 @@ class WorkerLoop(ABC):
         self._drain_inbox()
         if not self.prefixes.is_alive:
             raise RuntimeError("the KV transfer has stopped; a fresh process can serve, this one cannot")
+        self.engine.check_ranks()
         self.before_schedule()
         output = self.engine.schedule()
         if output is None:
@@ -214,7 +222,7 @@ class WorkerLoop(ABC):
         logger.exception("step of %d tokens failed", output.num_tokens)
         self.on_step_failed(output, error)
         self._num_failures += 1
-        if self._num_failures >= MAX_CONSECUTIVE_FAILURES:
+        if self.engine.is_broken or self._num_failures >= MAX_CONSECUTIVE_FAILURES:
             # The engine itself is broken (a sticky device error, say): a fresh process is better than one that refuses all.
             raise error
 
@@ -239,6 +247,18 @@ class WorkerLoop(ABC):
             command()
         except Exception:
             logger.exception("command failed")
+
+    def note_host_load(self, request: Request, span: Span) -> None:
+        """Once it runs: what was copied for it from host memory."""
+        load = self.engine.manager.take_load(request.request_id)
+        if load is not None:
+            num_blocks = len(load.blocks)
+            attributes = {
+                "kv.num_blocks": num_blocks,
+                "kv.bytes": num_blocks * self.engine.cache.block_nbytes,
+                "kv.wait_ms": 1000 * (load.wait_s or 0.0),
+            }
+            span.add_event("kv.host_loaded", attributes)
 
     # ---- router messages ----------------------------------------------------------------------------------------------
     def _on_message(self, router: bytes, message: RouterMessage) -> None:
@@ -293,19 +313,22 @@ class WorkerLoop(ABC):
     # ---- how it stands ------------------------------------------------------------------------------------------------
     def record(self) -> WorkerRecord:
         """Any thread."""
+        host_tier = self.engine.manager.host_tier
         return WorkerRecord(
             worker_id=self.worker_id,
             role=self.role,
             incarnation=self.incarnation,
             rpc_endpoint=self.rpc.endpoint,
-            kv_ctrl_endpoint=self.prefixes.receiver.ctrl_endpoint,
+            kv_ctrl_endpoint=self.prefixes.receiver.ctrl_endpoint if self.engine.shard is None else None,
             kv_server_key=self.prefixes.receiver.server_key,
             model_name=self._source.name,
             model_fingerprint=self._source.fingerprint,
             dtype=self.engine.dtype_name,
             kv_wire_dtype=self.settings.kv_wire_dtype,
             block_size=self.settings.block_size,
+            tensor_parallel_size=self.settings.tensor_parallel_size,
             num_blocks=len(self.engine.manager.pool.blocks),
+            num_host_blocks=host_tier.num_slots if host_tier is not None else 0,
             max_model_len=self.engine.max_model_len,
             vocab_size=self.engine.config.tokenizer_vocab_size,
             stats=self._stats,
@@ -324,11 +347,13 @@ class WorkerLoop(ABC):
             num_waiting_tokens=num_waiting_tokens,
             num_blocks_used=manager.pool.num_used,
             num_blocks_cached=manager.pool.num_cached,
+            num_host_blocks_cached=manager.host_tier.num_cached if manager.host_tier is not None else 0,
             tokens_per_s=scheduler.step_time.tokens_per_s,
             counters={
                 "steps": self.engine.num_steps,
                 "prefix_cache_queries": manager.num_queried_tokens,
                 "prefix_cache_hits": manager.num_hit_tokens,
+                **self._host_tier_counters(),
                 "preemptions": scheduler.num_preemptions,
                 "recomputed_tokens": scheduler.num_recomputed_tokens,
                 "rejected_messages": self.rpc.num_rejected,
@@ -336,6 +361,12 @@ class WorkerLoop(ABC):
                 **self.service_counters(),
             },
         )
+
+    def _host_tier_counters(self) -> dict[str, float]:
+        manager = self.engine.manager
+        if manager.host_tier is None:
+            return {}
+        return {"kv_host_hit_tokens": manager.num_host_hit_tokens, **manager.host_tier.counters}
 
 
 def milliseconds(start_ns: int, end_ns: int) -> float:

@@ -15,8 +15,8 @@ from shared.text.tokenizer import Tokenizer
 
 _PREFIX = "tokenizer.ggml."
 _CONTROL, _USER_DEFINED = 3, 4
-# Tokens that end a turn in the chat formats of the Llama family, even where the file's EOS is another one.
-_END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>")
+# Tokens that end a turn in the families' chat formats, even where the file's EOS is another one.
+_END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>")
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,10 @@ from shared.model_files.gguf_config import config_from_gguf
 from shared.model_files.gguf_tokenizer import tokenizer_from_gguf
 from shared.model_files.hf_config import config_from_hf, token_id_list
 from shared.model_files.hf_tokenizer import hf_chat_template, hf_tokenizer_facts, read_json, tokenizer_from_hf
-from shared.model_files.model_config import ModelConfig
+from shared.model_files.model_config import LongRopeScaling, ModelConfig
 from shared.model_files.safetensors_file import read_all, safetensors_files
 from shared.model_files.stored_tensor import StoredTensor
-from shared.model_files.weight_names import ROPE_FREQS, ExpectedWeight, expected_weights
+from shared.model_files.weight_names import ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT, ROPE_FREQS, ExpectedWeight, expected_weights
 from shared.text.tokenizer import Tokenizer
 
 PACKAGED_MODEL = "smollm2"
@@ -42,6 +42,9 @@ _HUB_FILES = [
 ]
 _FILE_NAME_TAIL = re.compile(r"(-\d{5}-of-\d{5})?\.gguf$")
 _QUANTISATION_TAIL = re.compile(r"[.-](I?Q\d\w*|BF16|F16|F32)$", re.IGNORECASE)
+_TENSOR_OF_LAYER = re.compile(r"^(?:model\.layers|blk)\.(\d+)\.")
+_DERIVED_TENSORS = ("rotary_emb.inv_freq",)
+"""Old checkpoints hold what follows from their configuration."""
 _SAMPLE_BYTES, _NUM_SAMPLES = 64 << 10, 16
 _log = logging.getLogger(__name__)
 
@@ -84,17 +87,32 @@ class ModelSource:
             stored = self.tensors.get(stored_name)
             if stored is None:
                 raise ModelLoadError(f"tensor {stored_name} is missing from {self.files[0]}: the file is incomplete, download it again")
+            if self.format == "gguf" and expected.gguf_expert is not None:
+                stored = self._expert(stored, expected.gguf_expert)
             if stored.shape != expected.shape:
                 raise ModelLoadError(f"tensor {stored_name} has shape {stored.shape}, the configuration says {expected.shape}")
             require_supported(stored)
             yield expected, stored
 
+    def _expert(self, stacked: StoredTensor, expert: int) -> StoredTensor:
+        experts = self.config.experts
+        assert experts is not None
+        if len(stacked.shape) != 3 or stacked.shape[0] != experts.num_experts:
+            raise ModelLoadError(f"tensor {stacked.name} has shape {stacked.shape}, the configuration says {experts.num_experts} experts")
+        return stacked.row(expert)
+
     def check(self) -> None:
-        """Raises ModelLoadError unless all tensors are usable; logs those the file has and the model does not use."""
+        """Raises ModelLoadError unless all tensors are usable, and for one that lies within a layer and the model does not use: it would
+        take part in what the layer computes. Logs others that the file has and the model does not use."""
         used = {stored.name for _, stored in self.weights()}
-        unused = sorted(set(self.tensors) - used - {ROPE_FREQS})
+        unused = sorted(set(self.tensors) - used - {ROPE_FREQS, ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT})
+        for name in unused:
+            layer = _TENSOR_OF_LAYER.match(name)
+            if layer is not None and int(layer[1]) < self.config.num_layers and not name.endswith(_DERIVED_TENSORS):
+                raise ModelLoadError(f"tensor {name} is none of the {self.config.architecture} family's as this model is configured: the "
+                                     "configuration belongs to another model, or asks for what is not supported")  # fmt: skip
         if unused:
-            _log.info("ignoring %d tensors the Llama architecture does not use: %s", len(unused), ", ".join(unused[:8]))
+            _log.info("ignoring %d tensors the %s family does not use: %s", len(unused), self.config.architecture, ", ".join(unused[:8]))
 
 
 def _fingerprint(files: tuple[Path, ...], metadata: str) -> str:
@@ -115,28 +133,34 @@ def _scalar_metadata(model: GGUFModel) -> str:
     return json.dumps({key: value for key, value in values.items() if isinstance(value, (str, int, float, bool))}, sort_keys=True)
 
 
-def _from_gguf(path: Path, name: str | None = None) -> ModelSource:
+def _rope_in_use(config: ModelConfig) -> str:
+    """What of the configuration depends on the served context and decides what keys in a cache mean: part of the fingerprint."""
+    return f" {'long' if config.rope_scaling.is_long else 'short'} factors" if isinstance(config.rope_scaling, LongRopeScaling) else ""
+
+
+def _from_gguf(path: Path, max_model_len: int | None, name: str | None = None) -> ModelSource:
     model = open_gguf(path)
+    config = config_from_gguf(model, max_model_len)
     stem = _FILE_NAME_TAIL.sub("", model.paths[0].name)
     return ModelSource(
         name=name or _QUANTISATION_TAIL.sub("", stem),
         format="gguf",
         files=model.paths,
-        config=config_from_gguf(model),
+        config=config,
         chat_template=model.get("tokenizer.chat_template"),
-        fingerprint=_fingerprint(model.paths, _scalar_metadata(model)),
+        fingerprint=_fingerprint(model.paths, _scalar_metadata(model) + _rope_in_use(config)),
         load_tokenizer=partial(tokenizer_from_gguf, model),
         tensors=model.tensors,
     )
 
 
-def _from_hf_directory(directory: Path, name: str | None = None, is_dummy: bool = False) -> ModelSource:
+def _from_hf_directory(directory: Path, max_model_len: int | None, name: str | None = None, is_dummy: bool = False) -> ModelSource:
     raw_config = read_json(directory / "config.json")
     if not raw_config:
         raise ModelLoadError(f"{directory} has no config.json and no .gguf file: it is not a model")
     facts = hf_tokenizer_facts(directory)
     generation_config = read_json(directory / "generation_config.json")
-    config = config_from_hf(raw_config, generation_config, facts.vocab_size, facts.add_bos, facts.bos_token_id)
+    config = config_from_hf(raw_config, generation_config, facts.vocab_size, facts.add_bos, facts.bos_token_id, max_model_len)
     weight_map = read_json(directory / "model.safetensors.index.json").get("weight_map")
     files = () if is_dummy else safetensors_files(directory, weight_map)
     eos = config.eos_token_ids or token_id_list(raw_config.get("eos_token_id"))
@@ -146,7 +170,7 @@ def _from_hf_directory(directory: Path, name: str | None = None, is_dummy: bool 
         files=files,
         config=config,
         chat_template=hf_chat_template(directory),
-        fingerprint=_fingerprint(files, json.dumps(raw_config, sort_keys=True) + " dummy" * is_dummy),
+        fingerprint=_fingerprint(files, json.dumps(raw_config, sort_keys=True) + " dummy" * is_dummy + _rope_in_use(config)),
         load_tokenizer=partial(tokenizer_from_hf, directory, eos, config.max_model_len),
         tensors=read_all(files),
     )
@@ -174,36 +198,37 @@ def _download(hub_id: str) -> Path:
         raise ModelLoadError(f"cannot download {hub_id}: {reason}; check the name and the network, or pass a local directory") from error
 
 
-def _locate(model: str) -> ModelSource:
+def _locate(model: str, max_model_len: int | None) -> ModelSource:
     if model == PACKAGED_MODEL:
-        return _from_gguf(_packaged_file())
+        return _from_gguf(_packaged_file(), max_model_len)
     path = Path(model).expanduser()
-    if path.is_dir():
-        return _from_gguf(path) if not (path / "config.json").is_file() and any(path.glob("*.gguf")) else _from_hf_directory(path)
-    if path.suffix == ".gguf" or path.is_file():
-        return _from_gguf(path)
+    if path.is_dir() and ((path / "config.json").is_file() or not any(path.glob("*.gguf"))):
+        return _from_hf_directory(path, max_model_len)
+    if path.is_dir() or path.suffix == ".gguf" or path.is_file():
+        return _from_gguf(path, max_model_len)
     if _HUB_ID.match(model):
-        return _from_hf_directory(_download(model), name=model)
+        return _from_hf_directory(_download(model), max_model_len, name=model)
     raise ModelLoadError(
         f"there is no model {model!r}: give '{PACKAGED_MODEL}', a .gguf file, a Hugging Face directory, or a Hub id (org/name)"
     )
 
 
-def _dummy(model: str) -> ModelSource:
+def _dummy(model: str, max_model_len: int | None) -> ModelSource:
     directory = Path(model).expanduser()
     if not (directory / "config.json").is_file():
         raise ModelLoadError(f"load_format 'dummy' needs a Hugging Face directory with config.json and tokenizer.json; {model!r} is none")
-    return _from_hf_directory(directory, is_dummy=True)
+    return _from_hf_directory(directory, max_model_len, is_dummy=True)
 
 
-def resolve_model(model: str, load_format: Literal["auto", "dummy"] = "auto") -> ModelSource:
+def resolve_model(model: str, load_format: Literal["auto", "dummy"] = "auto", max_model_len: int | None = None) -> ModelSource:
     """Finds, reads and checks a model; no weights are loaded. Raises ModelLoadError in one line that says what to do.
 
-    `load_format` "dummy": a Hugging Face directory of which only config.json and the tokenizer's files are needed."""
+    `load_format` "dummy": a Hugging Face directory of which only config.json and the tokenizer's files are needed. `max_model_len`: what
+    is served at most; a model with LongRoPE is another one for its original context than for more."""
     try:
-        source = _locate(model) if load_format == "auto" else _dummy(model)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise ModelLoadError(f"{model} has a field of the wrong kind: {error}") from error
+        source = _locate(model, max_model_len) if load_format == "auto" else _dummy(model, max_model_len)
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+        raise ModelLoadError(f"{model} has a field of the wrong kind or size: {error}") from error
     if source.format != "dummy":
         source.check()
     return source

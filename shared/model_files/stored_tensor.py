@@ -22,3 +22,8 @@ class StoredTensor:
     @property
     def num_elements(self) -> int:
         return math.prod(self.shape)
+
+    def row(self, index: int) -> StoredTensor:
+        """One item of the outermost dimension, still in place."""
+        size = len(self.data) // self.shape[0]
+        return StoredTensor(self.name, self.shape[1:], self.type_name, self.data[index * size : (index + 1) * size])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from shared.errors import ModelLoadError
 from shared.model_files.dequantize import dequantize
 from shared.model_files.model_source import ModelSource
 from shared.model_files.stored_tensor import StoredTensor
+from shared.model_files.weight_layout import weight_buffers
 from shared.model_files.weight_names import ExpectedWeight
 
 Floats = NDArray[np.float32]
@@ -22,9 +24,9 @@ NUM_LOADING_THREADS = 2
 _GIB = 1 << 30
 
 
-def check_fits(source: ModelSource, bytes_per_parameter: int, available_bytes: int | None, where: str = "memory") -> None:
+def check_fits(source: ModelSource, bytes_per_parameter: float, available_bytes: int | None, where: str = "memory") -> None:
     """ModelLoadError when the weights alone are more than what is free. None: unknown, let it try."""
-    check_room(source, source.num_parameters * bytes_per_parameter, available_bytes, where)
+    check_room(source, int(source.num_parameters * bytes_per_parameter), available_bytes, where)
 
 
 def check_room(source: ModelSource, needed: int, available_bytes: int | None, where: str = "memory") -> None:
@@ -51,9 +53,22 @@ def row_order(source: ModelSource, expected: ExpectedWeight) -> NDArray[np.intp]
     return unpermuted_rows(expected.shape[0], expected.permuted_heads) if permuted else None
 
 
-def read_weight(source: ModelSource, expected: ExpectedWeight, stored: StoredTensor) -> Floats:
-    """One tensor as float32, rows in Hugging Face's order."""
-    return dequantize(stored, row_order=row_order(source, expected))
+def read_weight(source: ModelSource, expected: ExpectedWeight, stored: StoredTensor, out: Floats | None = None) -> Floats:
+    """One tensor as float32, rows in Hugging Face's order; written to `out` when given."""
+    array = dequantize(stored, out, row_order(source, expected))
+    if source.format == "gguf" and expected.gguf_offset:
+        array -= np.float32(expected.gguf_offset)
+    return array
+
+
+def _places(expected: list[ExpectedWeight]) -> dict[str, Floats]:
+    shapes = {weight.name: weight.shape for weight in expected}
+    places: dict[str, Floats] = {}
+    for buffer in weight_buffers(expected):
+        memory = np.empty(buffer.size, np.float32)
+        for name, start in buffer.starts.items():
+            places[name] = memory[start : start + math.prod(shapes[name])].reshape(shapes[name])
+    return places
 
 
 class PendingWeights:
@@ -65,6 +80,7 @@ class PendingWeights:
         self._num_elements = sum(stored.num_elements for _, stored in self._queue)
         self._num_done = 0
         self._arrays: dict[str, Floats] = {}
+        self._places = _places([expected for expected, _ in self._queue])
         self._error: BaseException | None = None
         self._progress = progress
         self._lock = threading.Lock()
@@ -80,7 +96,8 @@ class PendingWeights:
         try:
             while self._error is None:
                 expected, stored = self._queue.popleft()
-                array = read_weight(self._source, expected, stored)
+                place = self._places.pop(expected.name)
+                array = read_weight(self._source, expected, stored, place)
                 with self._lock:
                     self._arrays[expected.name] = array
                     self._num_done += stored.num_elements

@@ -23,6 +23,11 @@ _TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]*[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]+{_CONTRACTIONS}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]+[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*{_CONTRACTIONS}?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def _byte_level() -> PreTokenizer:
@@ -64,6 +69,9 @@ PRE_TOKENIZATIONS: dict[str, PreTokenization] = {
     "gpt-2": _GPT_2,
     "gpt2": _GPT_2,
     "qwen2": PreTokenization(_regexes(_QWEN2)),
+    "dbrx": PreTokenization(_regexes(_LLAMA3)),
+    "smaug-bpe": PreTokenization(_regexes(_LLAMA3)),
+    "gpt-4o": PreTokenization(_regexes(_O200K)),
     "tekken": PreTokenization(_regexes(_TEKKEN), ignore_merges=True, add_bos=True),
     "default": _DEFAULT,
 }

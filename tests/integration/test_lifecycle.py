@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from local_stack import CNT, ROOT, LocalStack, free_port, is_alive
+from tiny_models import tiny_hf_config, tiny_tokenizer_json
 
 CNT_START = [216, 38, 28]
 
@@ -88,8 +90,18 @@ def test_a_missing_model_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     assert_one_clear_line(run_up("--port", str(free_port()), "--model", str(tmp_path / "nothing.gguf")), "nothing.gguf")
 
 
+def test_roles_that_disagree_on_the_rotary_embedding_are_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    rope = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    config = {**tiny_hf_config(), "architectures": ["Phi3ForCausalLM"], "rope_scaling": rope, "original_max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tiny_tokenizer_json()))
+    arguments = ("--port", str(free_port()), "--model", str(tmp_path), "--load-format", "dummy")
+    assert_one_clear_line(run_up(*arguments, PAGEWIRE_DECODE_MAX_MODEL_LEN="64"), "max_model_len", "original context")
+
+
 def test_a_model_too_large_for_memory_is_one_line_and_exit_code_2() -> None:
     assert_one_clear_line(run_up("--port", str(free_port()), PAGEWIRE_KV_CACHE_GIB="4000"), "MiB", "PAGEWIRE_KV_CACHE_GIB")
+    assert_one_clear_line(run_up("--port", str(free_port()), "--kv-host-cache-gib", "4000"), "MiB", "PAGEWIRE_KV_HOST_CACHE_GIB")
 
 
 def test_a_redis_that_does_not_answer_is_one_line_and_exit_code_2() -> None:

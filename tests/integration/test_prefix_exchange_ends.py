@@ -7,15 +7,19 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
+from host_tier_cache import FailingStore, StepByStepExecutor
 from kv_transfer_pairs import LAYOUT, random_memory
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import INVALID_SPAN, Span
 
 from shared.block_hash import BlockHash, root_hash
 from shared.cache.block_pool import BlockPool
+from shared.cache.host_tier import HostTier
 from shared.cache.kv_cache_manager import KVCacheManager
 from shared.clock import SystemClock
 from shared.config import Settings
+from shared.engine.host_block_store import new_host_block_store
 from shared.ids import new_incarnation, new_transfer_id
 from shared.messages import KVPeer, PrefixPull, SendPrefix
 from shared.request import Request
@@ -24,14 +28,19 @@ from shared.worker.prefix_exchange import PrefixExchange
 BLOCK_SIZE = LAYOUT.block_size
 ROOT = root_hash("test", "float32", BLOCK_SIZE)
 NUM_BLOCKS = 5
+NUM_POOL_BLOCKS = 16
 TOKENS = list(range(NUM_BLOCKS * BLOCK_SIZE + 2))
 
 
 class Worker:
     def __init__(self, name: str, seed: int) -> None:
         self.name = name
-        self.memory = random_memory(16, seed)
-        self.manager = KVCacheManager(BlockPool(16), BLOCK_SIZE, ROOT)
+        self.memory = random_memory(NUM_POOL_BLOCKS, seed)
+        blocks = torch.frombuffer(self.memory._memory, dtype=torch.uint8).view(NUM_POOL_BLOCKS, -1)
+        self.store = FailingStore(new_host_block_store(blocks, NUM_POOL_BLOCKS * LAYOUT.block_nbytes))
+        self.copies = StepByStepExecutor()
+        tier = HostTier(self.store, self.copies, NUM_POOL_BLOCKS)
+        self.manager = KVCacheManager(BlockPool(NUM_POOL_BLOCKS, host_tier=tier), BLOCK_SIZE, ROOT, host_tier=tier)
         self.incarnation = new_incarnation()
         self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         settings = Settings(kv_lanes=1, kv_max_chunk_bytes=LAYOUT.block_nbytes)
@@ -59,6 +68,14 @@ class Worker:
         self.manager.publish_full_blocks(request)
         self.manager.free(request.request_id)
         return request.block_hashes
+
+    def evict(self) -> None:
+        """To host memory: all its blocks have got another use."""
+        block_ids = self.manager.pool.allocate(NUM_POOL_BLOCKS)
+        assert block_ids is not None
+        for block in block_ids:
+            self.memory.block(block.block_id)[:] = bytes(LAYOUT.block_nbytes)
+        self.manager.pool.free(block_ids)
 
     def run_until(self, condition: Callable[[], object], timeout_s: float = 5.0) -> None:
         deadline_s = time.monotonic() + timeout_s
@@ -217,3 +234,46 @@ def test_exchange_whose_receiver_has_failed_says_so_and_ends_its_pulls(puller: W
     monkeypatch.setattr(puller.exchange.receiver.state, "tick", lambda: 1 / 0)
     puller.run_until(lambda: ended and not puller.exchange.is_alive, 3.0)
     assert request.num_computed_tokens == 0
+
+
+def test_holder_brings_blocks_back_from_host_memory_before_it_offers_them(holder: Worker, puller: Worker) -> None:
+    hashes = holder.compute(NUM_BLOCKS)
+    computed = [bytes(holder.memory.block(holder.manager.pool.get_cached(block_hash).block_id)) for block_hash in hashes]  # type: ignore[union-attr]
+    holder.evict()
+    request = puller.request("a")
+    ended = start(puller, ask(holder, puller), request)
+    time.sleep(0.1)
+    assert not puller.exchange.receiver.counters()["bytes_received"] and not ended
+    holder.copies.run_next()
+    puller.run_until(lambda: ended)
+    assert request.num_computed_tokens == NUM_BLOCKS * BLOCK_SIZE
+    assert [bytes(puller.memory.block(block_id)) for block_id in puller.manager.block_ids("a")[:NUM_BLOCKS]] == computed
+    holder.run_until(lambda: holder.manager.num_used() == 0)
+    puller.manager.free("a")
+
+
+def test_holder_that_cannot_bring_blocks_back_says_so_at_once(holder: Worker, puller: Worker) -> None:
+    holder.compute(NUM_BLOCKS)
+    holder.evict()
+    request = puller.request("a")
+    ended = start(puller, ask(holder, puller), request)
+    holder.store.is_failing = True
+    holder.copies.run_next()
+    started_s = time.monotonic()
+    puller.run_until(lambda: ended)
+    assert time.monotonic() - started_s < 1.0
+    assert request.num_computed_tokens == 0
+    holder.run_until(lambda: holder.manager.num_used() == 0)
+    puller.manager.free("a")
+
+
+def test_holder_that_shuts_down_while_it_brings_blocks_back_keeps_none(puller: Worker) -> None:
+    holder = Worker("holder", 1)
+    holder.compute(NUM_BLOCKS)
+    holder.evict()
+    ask(holder, puller)
+    assert holder.manager.num_used() == NUM_BLOCKS
+    holder.exchange.close()
+    holder.manager.close()
+    holder.manager.check_invariants()
+    assert holder.manager.num_used() == 0

@@ -14,7 +14,7 @@ from fakeredis import TcpFakeServer
 
 from shared.block_hash import BlockHash, hash_full_blocks, root_hash
 from shared.cache.memory_prefix_index import MemoryPrefixIndex
-from shared.cache.prefix_index import Holder, PrefixIndexReader, PrefixIndexWriter
+from shared.cache.prefix_index import Holder, Overlap, PrefixIndexReader, PrefixIndexWriter, Tier
 from shared.cache.redis_prefix_index import RedisPrefixIndexReader, RedisPrefixIndexWriter, make_async_client
 from shared.lease_keeper import LeaseKeeper
 from shared.membership import WorkerRecord, blocks_key, worker_key, workers_key
@@ -91,7 +91,7 @@ async def test_overlap_is_the_leading_run_of_hits(index: Index) -> None:
     index.writer(A).publish(HASHES[:3])
     index.writer(B).publish([HASHES[0], HASHES[2]])
     await index.settle()
-    assert await index.reader.match([A, B, Holder("nobody", 1)], HASHES) == {A: 3, B: 1, Holder("nobody", 1): 0}
+    assert await index.reader.match([A, B, Holder("nobody", 1)], HASHES) == {A: Overlap(3), B: Overlap(1), Holder("nobody", 1): Overlap()}
 
 
 async def test_withdrawn_block_ends_the_match(index: Index) -> None:
@@ -100,7 +100,7 @@ async def test_withdrawn_block_ends_the_match(index: Index) -> None:
     await index.settle()
     writer.withdraw([HASHES[5]])
     await index.settle()
-    assert (await index.reader.match([A], HASHES))[A] == 5
+    assert (await index.reader.match([A], HASHES))[A].num_blocks == 5
 
 
 async def test_publish_and_withdraw_apply_in_order(index: Index) -> None:
@@ -110,18 +110,30 @@ async def test_publish_and_withdraw_apply_in_order(index: Index) -> None:
     writer.withdraw([HASHES[1]])
     writer.publish([HASHES[1]])
     await index.settle()
-    assert (await index.reader.match([A], [HASHES[0]]))[A] == 0
-    assert (await index.reader.match([A], [HASHES[1]]))[A] == 1
+    assert (await index.reader.match([A], [HASHES[0]]))[A].num_blocks == 0
+    assert (await index.reader.match([A], [HASHES[1]]))[A].num_blocks == 1
+
+
+async def test_a_block_in_host_memory_is_part_of_the_overlap_and_told_apart(index: Index) -> None:
+    writer = index.writer(A)
+    writer.publish(HASHES[:4])
+    writer.publish(HASHES[2:6], Tier.HOST)
+    await index.settle()
+    assert await index.reader.match([A], HASHES) == {A: Overlap(6, num_host_blocks=4)}
+    writer.publish([HASHES[2]])
+    writer.withdraw([HASHES[5]])
+    await index.settle()
+    assert await index.reader.match([A], HASHES) == {A: Overlap(5, num_host_blocks=2)}
 
 
 async def test_a_restarted_worker_is_not_credited_with_its_predecessors_blocks(index: Index) -> None:
     index.writer(A).publish(HASHES)
     await index.settle()
-    assert await index.reader.match([A_RESTARTED], HASHES) == {A_RESTARTED: 0}
+    assert await index.reader.match([A_RESTARTED], HASHES) == {A_RESTARTED: Overlap()}
 
 
 async def test_no_hashes_or_no_holders_match_nothing(index: Index) -> None:
-    assert await index.reader.match([A], []) == {A: 0}
+    assert await index.reader.match([A], []) == {A: Overlap()}
     assert await index.reader.match([], HASHES) == {}
 
 
@@ -132,7 +144,7 @@ async def test_lost_redis_costs_one_timeout_then_nothing() -> None:
     durations_s = []
     for _ in range(5):
         start_s = time.monotonic()
-        assert await reader.match([A], HASHES) == {A: 0}
+        assert await reader.match([A], HASHES) == {A: Overlap()}
         durations_s.append(time.monotonic() - start_s)
     assert durations_s[0] < 0.45
     assert max(durations_s[1:]) < 0.05
@@ -164,7 +176,7 @@ def test_keeper_registers_writes_and_deregisters(redis_url: str) -> None:
     eventually(lambda: client.exists(worker_key(NAMESPACE, "a")))
     assert client.smembers(workers_key(NAMESPACE)) == {b"a"}
     writer.publish(HASHES[:4])
-    eventually(lambda: client.scard(blocks_key(NAMESPACE, "a", 1)) == 4)
+    eventually(lambda: client.hlen(blocks_key(NAMESPACE, "a", 1)) == 4)
     time.sleep(0.6)
     assert 0 < client.pttl(worker_key(NAMESPACE, "a")) <= 400
     assert keeper.healthy
@@ -178,9 +190,9 @@ def test_keeper_announces_the_whole_set_again_after_redis_came_back_empty(redis_
     keeper = LeaseKeeper(redis_url, NAMESPACE, lambda: record(1), 0.4, writer)
     keeper.start()
     writer.publish(HASHES)
-    eventually(lambda: client.scard(blocks_key(NAMESPACE, "a", 1)) == len(HASHES))
+    eventually(lambda: client.hlen(blocks_key(NAMESPACE, "a", 1)) == len(HASHES))
     client.flushall()
-    eventually(lambda: client.scard(blocks_key(NAMESPACE, "a", 1)) == len(HASHES))
+    eventually(lambda: client.hlen(blocks_key(NAMESPACE, "a", 1)) == len(HASHES))
     eventually(lambda: client.exists(worker_key(NAMESPACE, "a")))
     keeper.close()
 

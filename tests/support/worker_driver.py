@@ -12,9 +12,10 @@ import redis
 import zmq
 from local_stack import LocalStack
 
-from shared.block_hash import encode_extra_keys, hash_full_blocks
+from shared.block_hash import BlockHash, encode_extra_keys, hash_full_blocks
+from shared.cache.prefix_index import Tier
 from shared.ids import new_transfer_id
-from shared.membership import WorkerRecord, parse_record, worker_key
+from shared.membership import WorkerRecord, blocks_key, parse_record, worker_key
 from shared.messages import (
     AbortRequest,
     DecodeRequest,
@@ -119,9 +120,7 @@ class WorkerDriver:
         self, holder: str, puller: str, prompt: list[int], num_blocks: int, timeout_s: float = 5.0, cache_salt: str | None = None
     ) -> PrefixPull:
         """What the router does before it sends the request."""
-        record = self.record(holder)
-        root = KVFormat(record.dtype, record.block_size, record.kv_wire_dtype).root(record.model_fingerprint)
-        hashes = hash_full_blocks(root, prompt, record.block_size, encode_extra_keys(cache_salt))[:num_blocks]
+        hashes = self._hashes(self.record(holder), prompt, cache_salt)[:num_blocks]
         assert len(hashes) == num_blocks
         pull = PrefixPull(transfer_id=new_transfer_id(), num_blocks=num_blocks, timeout_s=timeout_s)
         self.send(holder, SendPrefix(
@@ -129,6 +128,18 @@ class WorkerDriver:
             deadline_s=10.0,
         ))  # fmt: skip
         return pull
+
+    def tiers(self, worker: str, prompt: list[int], cache_salt: str | None = None) -> list[Tier | None]:
+        """Where the index says that it has the full blocks of a prompt."""
+        record = self.record(worker)
+        hashes = self._hashes(record, prompt, cache_salt)
+        values = self._redis.hmget(blocks_key("pagewire", worker, record.incarnation), hashes)
+        return [None if value is None else Tier(value) for value in values]
+
+    @staticmethod
+    def _hashes(record: WorkerRecord, prompt: list[int], cache_salt: str | None) -> list[BlockHash]:
+        root = KVFormat(record.dtype, record.block_size, record.kv_wire_dtype).root(record.model_fingerprint)
+        return hash_full_blocks(root, prompt, record.block_size, encode_extra_keys(cache_salt))
 
     def start(
         self,

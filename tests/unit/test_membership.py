@@ -23,4 +23,4 @@ def test_record_of_a_newer_version_is_read_and_a_foreign_value_is_not() -> None:
 def test_keys_of_two_namespaces_never_meet() -> None:
     assert worker_key("n", "a") == "n:worker:a"
     assert workers_key("n") == "n:workers"
-    assert blocks_key("n", "a", 7) == "n:blocks:a:7"
+    assert blocks_key("n", "a", 7) == "n:block_tiers:a:7"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from host_tier_cache import HostTierCache
 
 from shared.batch import SchedulerOutput
 from shared.block_hash import root_hash
@@ -240,3 +241,53 @@ def test_with_one_place_an_urgent_newcomer_does_not_stop_everything() -> None:
     s.add(prompt("urgent", 16, arrival_s=2, priority=-1))
     names = [next(iter(step(s)), None) for _ in range(4)]
     assert names == ["long", "long", "long", "urgent"]
+
+
+def with_host_tier(num_blocks: int) -> tuple[HostTierCache, Scheduler]:
+    """Where the prompts A and B, four blocks each, have been computed; A has been evicted to host memory since."""
+    cache = HostTierCache(num_blocks, 8)
+    cache.serve("a", HOST_A)
+    cache.serve("b", HOST_B)
+    return cache, Scheduler(cache.manager, SchedulerLimits(64, 8, 0, 0.2, cache.manager.block_size))
+
+
+HOST_A, HOST_B = list(range(17)), list(range(100, 125))
+
+
+def test_a_request_runs_when_its_blocks_have_come_from_host_memory_and_others_run_meanwhile() -> None:
+    cache, s = with_host_tier(num_blocks=7)
+    s.add(Request("again", HOST_A, arrival_s=0.0, deadline_at_s=1e9))
+    s.add(Request("other", [500, 501], arrival_s=1.0, deadline_at_s=1e9))
+    assert step(s) == {"other": 2}
+    assert step(s) == {}
+    cache.run_loads()
+    assert step(s) == {"again": 1}
+    cache.check()
+    assert cache.manager.num_used() == 0
+
+
+def test_a_generating_request_takes_no_step_before_its_blocks_are_there() -> None:
+    cache, s = with_host_tier(num_blocks=7)
+    request = Request("again", list(HOST_A), arrival_s=0.0, deadline_at_s=1e9, sampling=SamplingParams(max_tokens=9))
+    assert cache.manager.reserve(request)
+    request.num_computed_tokens = 17  # the rest, and the first token, have come from a prefill worker
+    request.token_ids.append(7)
+    s.add_running(request)
+    assert s.schedule() is None
+    cache.run_loads()
+    assert step(s) == {"again": 1}
+
+
+def test_a_request_whose_blocks_did_not_come_from_host_memory_is_computed_from_the_start() -> None:
+    cache, s = with_host_tier(num_blocks=7)
+    request = Request("again", HOST_A, arrival_s=0.0, deadline_at_s=1e9)
+    s.add(request)
+    assert step(s) == {}
+    assert request.num_cached_tokens == 16
+    cache.store.is_failing = True
+    cache.run_loads()
+    assert step(s) == {}
+    assert request.status is RequestStatus.PREEMPTED
+    assert step(s) == {"again": 17}
+    assert request.num_cached_tokens == 0
+    assert cache.manager.num_used() == 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Protocol
 
 import torch
@@ -64,15 +64,31 @@ def take_linear(weights: Weights, names: Sequence[str]) -> Linear:
     bias = torch.cat(biases) if biases else None
     if f"{names[0]}.weight" not in weights.stored:
         parts = [weights.pop(f"{name}.weight") for name in names]
-        return DenseLinear(torch.cat(parts) if len(parts) > 1 else parts[0], bias)
+        return DenseLinear(_joined(parts), bias)
     stored = [weights.stored.pop(f"{name}.weight") for name in names]
     packed = [PackedWeight.pack(list(parts)) for _, parts in groupby(stored, key=lambda rows: rows.type_name)]
     sizes = [weight.shape[0] for weight in packed]
     return PackedLinear(packed, [None] * len(packed) if bias is None else torch.split(bias, sizes))
 
 
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One matrix of the rows of all; no copy where they lie one after the other, as loading leaves them."""
+    first, size = parts[0], parts[0].shape[1]
+    ends = accumulate((part.numel() for part in parts), initial=first.storage_offset())
+    if all(
+        part.is_contiguous() and part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and part.storage_offset() == end
+        for part, end in zip(parts, ends, strict=False)
+    ):
+        return first.as_strided((sum(len(part) for part in parts), size), (size, 1))
+    return torch.cat(list(parts))
+
+
 class Embedding(Protocol):
     """A table of one row for each token."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the rows that it gives."""
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[num_tokens] -> [num_tokens, hidden_size]."""
@@ -85,6 +101,10 @@ class Embedding(Protocol):
 class DenseEmbedding:
     weight: torch.Tensor  # [vocab_size, hidden_size]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype
+
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(token_ids, self.weight)
 
@@ -95,6 +115,7 @@ class DenseEmbedding:
 @dataclass(frozen=True)
 class PackedEmbedding:
     weight: PackedWeight
+    dtype = torch.float32
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self.weight.rows(token_ids)

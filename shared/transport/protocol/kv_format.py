@@ -15,6 +15,8 @@ class KVFormat:
     """As torch names it."""
     block_size: int
     wire_dtype: WireDtypeName = "auto"
+    num_ranks: int = 1
+    """Of a tensor-parallel engine, each of which holds some of the heads."""
 
     def root(self, model_fingerprint: str) -> BlockHash:
         """The parent of every first block. Blocks that may have come rounded over the wire never pass for exact ones."""
@@ -22,7 +24,9 @@ class KVFormat:
         return root_hash(model_fingerprint, dtype, self.block_size)
 
     def can_send_to(self, other: KVFormat) -> bool:
-        """What HELLO will say of two workers of one model, known beforehand (see wire_plan)."""
+        """What HELLO will say of two workers of one model, known beforehand (see wire_plan). Ranks of an engine do not send or take KV."""
+        if max(self.num_ranks, other.num_ranks) > 1:
+            return False
         if self.wire_dtype != other.wire_dtype or max(self.block_size, other.block_size) % min(self.block_size, other.block_size):
             return False
         ours, theirs = _CODES.get(self.dtype), _CODES.get(other.dtype)

@@ -107,7 +107,7 @@ def test_empty_redis_after_a_restart_is_filled_again_and_requests_go_on(model: S
     time.sleep(0.5)
     server.start()
     client = redis.Redis.from_url(server.url)
-    eventually(lambda: client.scard(blocks_key("restart", "d", decode.incarnation)) == len(hashes), 3.0)
+    eventually(lambda: client.hlen(blocks_key("restart", "d", decode.incarnation)) == len(hashes), 3.0)
     eventually(lambda: client.exists(worker_key("restart", "p"), worker_key("restart", "d")) == 2, 3.0)
     thread.join()
     assert failures == []

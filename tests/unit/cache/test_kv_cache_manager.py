@@ -289,3 +289,29 @@ def test_pinned_blocks_are_not_evicted_and_cost_none() -> None:
     assert kv.reserve(request("e", list(range(400, 408))))
     assert all(kv.pool.get_cached(block_hash) is None for block_hash in hashes)
     kv.check_invariants()
+
+
+def test_what_continues_an_evicted_block_leaves_the_cache_with_it() -> None:
+    """A transfer holds its own copy of the first block, not the one in the cache, which another request entered: that one may be evicted
+    while the second, which nobody else had, is still being sent."""
+    withdrawn: list[object] = []
+    kv = KVCacheManager(BlockPool(6, on_evicted=withdrawn.append), BLOCK_SIZE, ROOT)
+    beginning = [1, 2, 3, 4]
+    other, sent = request("other", [*beginning, 9]), request("sent", [*beginning, 5, 6, 7, 8, 9])
+    assert kv.reserve(other) and kv.reserve(sent)
+    kept = kv.keep("transfer", "sent", 0, 2)
+    compute_all(kv, other)
+    compute_all(kv, sent)
+    assert kv.block_ids("sent")[0] != kept[0]
+    kv.free("other")
+    kv.free("sent")
+    assert kv.reserve(request("all the rest", list(range(100, 116))))
+    kv.check_invariants()
+    assert set(withdrawn) == set(sent.block_hashes[:2])
+    kv.free("transfer")
+    kv.free("all the rest")
+    again = request("again", [*beginning, 5, 6, 7, 8, 9])
+    reservation = kv.reserve(again)
+    assert reservation is not None and reservation.num_cached_blocks == 0
+    compute_all(kv, again)
+    kv.check_invariants()

@@ -38,7 +38,7 @@ def smollm2_engine(source: ModelSource, cpu_weights: str) -> EngineCore:
 
 
 def qkv_of(engine: EngineCore) -> Linear:
-    return engine.runner.model._layers[0].qkv
+    return engine.runner.model.layers[0].attention.qkv
 
 
 @needs_compiler

@@ -43,7 +43,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def engine_for(source: ModelSource, **settings: Any) -> EngineCore:
     defaults = {"num_blocks": 64, "block_size": 4, "max_num_batched_tokens": 7, "debug": True, "num_threads": 2, "max_step_ms": 1e6}
-    return EngineCore(source, Settings(**{**defaults, **settings}), lambda _: None, lambda _: None)
+    return EngineCore(source, Settings(**{**defaults, **settings}), lambda *_: None, lambda *_: None)
 
 
 def greedy(engine: EngineCore, prompts: list[list[int]], num_tokens: int) -> tuple[list[list[int]], list[torch.Tensor]]:

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from tiny_models import TINY_CONFIG, tiny_weights, with_changes, write_tiny_gguf, write_tiny_hf
 
 import shared.engine.weights
+from shared.engine.layers.linear import Weights, take_linear
 from shared.engine.reference_model import forward, rotary_frequencies, rotate
 from shared.engine.weights import load_weights
 from shared.errors import ModelLoadError
@@ -53,6 +54,21 @@ def test_pending_float32_weights_are_wrapped_without_a_copy(tmp_path: Path) -> N
     pending._arrays = dict(arrays)  # results are handed over once; put them back to see where they go
     weights = load_weights(source, torch.float32, "cpu", pending=pending)
     assert {name: tensor.data_ptr() for name, tensor in weights.items()} == {name: array.ctypes.data for name, array in arrays.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_projections_of_one_input_are_read_to_where_the_layer_wants_them(tmp_path: Path, dtype: torch.dtype) -> None:
+    write_tiny_hf(tmp_path, BIASED, num_files=3, attention_bias=True, mlp_bias=True)
+    weights = Weights(load_weights(resolve_model(str(tmp_path)), dtype, "cpu"))
+    names = [f"model.layers.1.self_attn.{part}_proj" for part in "qkv"]
+    parts = [weights[f"{name}.weight"] for name in names]
+    expected, address = torch.cat(parts), parts[0].data_ptr()
+    joined = take_linear(weights, names)
+    assert torch.equal(joined.weight, expected) and joined.weight.data_ptr() == address
+    apart = Weights({f"{name}.weight": part.clone() for name, part in zip(names, parts, strict=True)})
+    assert torch.equal(take_linear(apart, names).weight, expected)
+    swapped = Weights({f"{name}.weight": part for name, part in zip(names, parts, strict=True)})
+    assert torch.equal(take_linear(swapped, names[::-1]).weight, torch.cat(parts[::-1]))
 
 
 def test_model_larger_than_memory_is_refused_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

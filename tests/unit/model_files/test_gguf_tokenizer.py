@@ -10,6 +10,7 @@ from shared.model_files.gguf import open_gguf
 from shared.model_files.gguf_tokenizer import gguf_special_tokens, tokenizer_from_gguf
 from shared.model_files.model_source import resolve_model
 from shared.text.detokenizer import IncrementalDetokenizer
+from shared.text.pre_tokenizers import pre_tokenization
 from shared.text.tokenizer import Tokenizer
 
 SPM_WORDS = [
@@ -149,8 +150,9 @@ def test_bos_is_added_exactly_once(tmp_path: Path) -> None:
     assert tokenizer.encode_batch(["hello", "<s>hello"]) == [[1, hello], [1, hello]]
 
 
-def test_end_of_turn_tokens_end_generation_too(tmp_path: Path) -> None:
-    tokens = [*TINY_TOKENS, "<|eot_id|>"]
+@pytest.mark.parametrize("end_of_turn", ["<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>"])
+def test_end_of_turn_tokens_end_generation_too(tmp_path: Path, end_of_turn: str) -> None:
+    tokens = [*TINY_TOKENS, end_of_turn]
     kinds = [3] * 3 + [1] * (len(TINY_TOKENS) - 3) + [3]
     write_tiny_gguf(tmp_path / "m.gguf", metadata={"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds})
     assert gguf_special_tokens(open_gguf(tmp_path / "m.gguf")).eos_token_ids == (2, len(TINY_TOKENS))
@@ -195,3 +197,16 @@ def test_vocabulary_of_the_tiny_model_is_smaller_than_its_embedding(tmp_path: Pa
         == TINY_CONFIG.tokenizer_vocab_size
         < source.config.vocab_size
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "pieces"),
+    [
+        ("dbrx", ["HelloWorld", "'s", " ", "123", "45", "  ", " end", "./\n"]),
+        ("gpt-4o", ["Hello", "World's", " ", "123", "45", "  ", " end", "./\n"]),
+        ("qwen2", ["HelloWorld", "'s", " ", "1", "2", "3", "4", "5", "  ", " end", "./\n"]),
+    ],
+)
+def test_pre_tokenizers_split_as_their_family_does(name: str, pieces: list[str]) -> None:
+    text = "HelloWorld's 12345   end./\n"
+    assert [text[start:end] for _, (start, end) in pre_tokenization(name).build().pre_tokenize_str(text)] == pieces

@@ -26,6 +26,35 @@ def test_holder_of_the_prefix_is_preferred() -> None:
     assert chosen(select(FACTS, workers, DECODE)) == "p1"
 
 
+def test_blocks_in_the_cache_are_preferred_to_those_in_host_memory_and_those_to_none() -> None:
+    workers = prefill_workers([0, 0, 0])
+    workers[0] = replace(workers[0], overlap_blocks=20, num_host_blocks=20)
+    assert chosen(select(FACTS, workers, DECODE)) == "p0"
+    workers[1] = replace(workers[1], overlap_blocks=20, num_host_blocks=4)
+    assert chosen(select(FACTS, workers, DECODE)) == "p1"
+    workers[2] = replace(workers[2], overlap_blocks=20)
+    assert chosen(select(FACTS, workers, DECODE)) == "p2"
+    decode = [replace(DECODE[0], overlap_blocks=20, num_host_blocks=20), Candidate("e", 1, overlap_blocks=20, tokens_per_s=1000)]
+    route = select(replace(FACTS, num_prompt_tokens=330), prefill_workers([0]), decode)
+    assert route is not None and route.decode.worker_id == "e"
+
+
+def test_a_prefix_is_pulled_from_the_cache_of_a_holder_rather_than_from_its_host_memory() -> None:
+    facts = replace(FACTS, num_prompt_tokens=600)
+    holders = [Candidate("on host", 1, overlap_blocks=31, num_host_blocks=31, tokens_per_s=1000, num_requests=50)]
+    holders.append(replace(holders[0], worker_id="cached", num_host_blocks=0, num_requests=60))
+    for others, expected in ((holders[:1], "on host"), (holders, "cached")):
+        route = select(facts, [*others, Candidate("idle", 1, tokens_per_s=1000)], DECODE)
+        assert route is not None and route.pull is not None
+        assert (chosen(route), route.pull.holder.worker_id) == ("idle", expected)
+
+
+def test_blocks_in_host_memory_that_the_prompt_cannot_use_cost_nothing() -> None:
+    facts = replace(FACTS, num_prompt_tokens=64)
+    holder = Candidate("p", 1, overlap_blocks=4, num_host_blocks=1, tokens_per_s=1000)
+    assert facts.load_ms(holder, facts.saved_blocks(holder)) == 0
+
+
 def test_busy_worker_does_not_switch_off_affinity_for_others() -> None:
     workers = prefill_workers([50, 1, 1, 1])
     workers[3] = replace(workers[3], overlap_blocks=20)

@@ -1,0 +1,195 @@
+"""Ranks of a tensor-parallel engine, as processes on the CPU: together they are the engine of one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from family_models import CASES, make_model, write_model
+from test_engine_core import engine_for, greedy
+from test_model_families import TOLERANCE, difference, prompt_of
+
+from shared.batch import SchedulerOutput
+from shared.engine.engine_core import EngineCore
+from shared.engine.step_input import StepInput
+from shared.engine.tensor_parallel import collectives, followers
+from shared.engine.tensor_parallel.sharding import Shard
+from shared.errors import ConfigurationError
+from shared.model_files.model_source import ModelSource, resolve_model
+from shared.request import Request
+
+PROMPTS = [prompt_of(length) for length in (1, 3, 13, 30)]
+
+
+@contextmanager
+def engine_of(size: int, source: ModelSource, model: Path, **settings: Any) -> Iterator[EngineCore]:
+    engine = engine_for(source, model=str(model), num_blocks=200, num_threads=1, tensor_parallel_size=size, **settings)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def ranks_of(engine: EngineCore) -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if "shared.engine.tensor_parallel.follower" in child.cmdline()]
+
+
+_LONG = [("qwen2", 4), ("phi3", 2), ("gemma3", 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("llama", 4), ("mixtral", 2), *(pytest.param(*case, marks=pytest.mark.long) for case in [("llama", 2), *_LONG])]
+)
+def test_ranks_together_give_the_logits_and_tokens_of_one(tmp_path: Path, name: str, size: int) -> None:
+    """Chunks of prompts, batches, blocks from the cache; 4 ranks share 2 KV heads."""
+    case = CASES[name]
+    write_model(make_model(case), tmp_path)
+    source = resolve_model(str(tmp_path), max_model_len=case.max_model_len)
+    answers, logits = greedy(engine_for(source, num_blocks=200, num_threads=1), PROMPTS, 8)
+    with engine_of(size, source, tmp_path) as engine:
+        assert len(ranks_of(engine)) == size - 1
+        for _ in range(2):
+            found, rows = greedy(engine, PROMPTS, 8)
+            assert found == answers
+            assert max(difference(ours, theirs) for ours, theirs in zip(rows, logits, strict=True)) < TOLERANCE
+        assert engine.manager.num_hit_tokens > 0
+    assert ranks_of(engine) == []
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> tuple[ModelSource, Path]:
+    write_model(make_model(CASES["llama"]), tmp_path)
+    return resolve_model(str(tmp_path)), tmp_path
+
+
+def test_a_block_that_is_copied_is_copied_on_every_rank(llama: tuple[ModelSource, Path]) -> None:
+    """Two sequences that go on from one prompt each get their own last block."""
+    source, path = llama
+    prompt = prompt_of(9)
+
+    def fork(engine: EngineCore) -> torch.Tensor:
+        request = Request("parent", list(prompt), arrival_s=0.0, deadline_at_s=1e9)
+        engine.scheduler.add(request)
+        while request.num_computed_tokens != len(prompt):
+            output = engine.schedule()
+            assert output is not None
+            engine.run(output)
+        child = request.fork("child", 1)
+        engine.manager.fork("parent", "child")
+        child.num_computed_tokens = request.num_computed_tokens
+        engine.scheduler.add_running(child)
+        rows = []
+        for step in range(4):
+            for number, sequence in enumerate((request, child)):
+                sequence.token_ids.append(5 + 3 * step + 7 * number)
+            output = engine.schedule()
+            assert output is not None
+            result = engine.run(output)
+            rows.append(engine.runner.compute_logits(result.hidden))
+        return torch.cat(rows)
+
+    expected = fork(engine_for(source, num_blocks=200, num_threads=1))
+    with engine_of(2, source, path) as engine:
+        assert difference(fork(engine), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_engine_whose_rank_is_gone_or_frozen_says_so_in_time(
+    llama: tuple[ModelSource, Path], number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collectives, "TIMEOUT_S", 3.0)
+    monkeypatch.setattr(followers, "TIMEOUT_S", 3.0)
+    source, path = llama
+    with engine_of(2, source, path) as engine:
+        [rank] = ranks_of(engine)
+        os.kill(rank.pid, number)
+        engine.scheduler.add(Request("1", prompt_of(9), arrival_s=0.0, deadline_at_s=1e9))
+        start_s = time.monotonic()
+        output = engine.schedule()
+        assert isinstance(output, SchedulerOutput)
+        with pytest.raises(Exception, match=r"(?i)rank|timed out|time out|connection|closed|read error"):
+            engine.run(output)
+        assert time.monotonic() - start_s < 6
+        assert engine.is_broken
+    assert not rank.is_running()
+
+
+def test_a_rank_ends_when_the_first_one_is_killed(llama: tuple[ModelSource, Path]) -> None:
+    import subprocess
+    import sys
+
+    _, path = llama
+    root = Path(__file__).parents[3]
+    script = f"""
+import sys, time
+sys.path[:0] = [{str(root / "tests/unit/engine")!r}, {str(root / "tests/support")!r}]
+from shared.config import Settings
+from shared.engine.engine_core import EngineCore
+from shared.model_files.model_source import resolve_model
+settings = Settings(model={str(path)!r}, num_blocks=20, tensor_parallel_size=2, num_threads=1)
+engine = EngineCore(resolve_model({str(path)!r}), settings, lambda _: None, lambda _: None)
+print("ready", flush=True)
+time.sleep(60)
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=root, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    killer = threading.Timer(60, process.kill)
+    killer.start()
+    assert process.stdout.readline() == "ready\n"
+    ranks = [child for child in psutil.Process(process.pid).children() if "shared.engine.tensor_parallel.follower" in child.cmdline()]
+    assert len(ranks) == 1
+    process.kill()
+    process.wait()
+    killer.cancel()
+    assert psutil.wait_procs(ranks, timeout=5)[1] == []
+
+
+def test_a_rank_that_cannot_start_ends_the_start(llama: tuple[ModelSource, Path]) -> None:
+    source, path = llama
+    # The first rank has the source already; the others look for it where the settings say.
+    with pytest.raises((ConfigurationError, followers.RankLostError), match="rank 1"), engine_of(2, source, path / "nowhere"):
+        pass
+    assert ranks_of(None) == []  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("size", "match"), [(3, "4 query heads"), (8, "4 query heads"), (5, "choose a divisor of 4")])
+def test_a_model_that_cannot_be_shared_evenly_is_refused(llama: tuple[ModelSource, Path], size: int, match: str) -> None:
+    source, path = llama
+    with pytest.raises(ConfigurationError, match=match), engine_of(size, source, path):
+        pass
+
+
+def test_parts_of_a_weight_make_up_the_whole() -> None:
+    config = resolve_config()
+    query = torch.arange(config.num_heads * config.head_dim * 3.0).view(-1, 3)
+    parts = [Shard(rank, 2).part_of("model.layers.0.self_attn.q_proj.weight", query, config) for rank in range(2)]
+    assert torch.equal(torch.cat(parts), query)
+    bias = torch.ones(8)
+    biases = [Shard(rank, 2).part_of("model.layers.0.mlp.down_proj.bias", bias, config) for rank in range(2)]
+    assert torch.equal(sum(biases), bias)
+    heads = torch.arange(config.num_kv_heads).repeat_interleave(config.head_dim)
+    held = [Shard(rank, 4).part_of("model.layers.0.self_attn.k_proj.weight", heads, config).unique().tolist() for rank in range(4)]
+    assert held == [[0], [0], [1], [1]]
+
+
+def resolve_config() -> Any:
+    from shared.model_files.model_config import ModelConfig
+
+    return ModelConfig(
+        architecture="llama", num_layers=1, hidden_size=16, intermediate_size=32, num_heads=4, num_kv_heads=2, head_dim=4, vocab_size=32,
+        tokenizer_vocab_size=32, max_model_len=64, rope_theta=1e4, rms_norm_eps=1e-5,
+    )  # fmt: skip
+
+
+def test_a_step_arrives_as_it_was_sent() -> None:
+    step = StepInput([5, 6, 7], [0, 9], [2, 10], [[3], [1, 4, 1]], [1, 2])
+    assert StepInput.unpack(step.pack()) == step
