@@ -78,10 +78,8 @@ class Ours:
         return request
 
     def _step(self, rows: list[ScheduledRequest]) -> list[int]:
-        hidden, _ = self._engine.runner.execute(SchedulerOutput(rows))  # of no row in a chunk that does not end its prompt
-        tokens: list[int] = sampling.greedy_tokens(self._engine.runner.compute_logits(hidden)).tolist()
-        for row in rows:
-            row.request.num_computed_tokens = row.end
+        result = self._engine.run(SchedulerOutput(rows))
+        tokens: list[int] = sampling.greedy_tokens(self._engine.runner.compute_logits(result.hidden)).tolist()
         return tokens
 
 
