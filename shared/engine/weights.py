@@ -46,6 +46,12 @@ def cpu_storage(settings: Settings, dtype: torch.dtype, device: torch.device) ->
     """What the setting `cpu_weights` means here; None: tensors of `dtype`. Raises ConfigurationError."""
     if device.type != "cpu":
         return None
+    if settings.tensor_parallel_size > 1:  # a rank's share of a row is no whole blocks of the file's
+        if settings.cpu_weights in ("stored", "fp16"):
+            raise ConfigurationError(
+                f"cpu_weights = {settings.cpu_weights!r} does not go with tensor_parallel_size: ranks hold tensors of dtype; leave it out"
+            )
+        return None
     if dtype is not torch.float32:
         if settings.cpu_weights != "auto":
             raise ConfigurationError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -137,6 +137,15 @@ def test_a_mode_needs_an_fp32_engine_on_the_cpu() -> None:
     assert cpu_storage(Settings(), torch.bfloat16, cpu) is None
     assert cpu_storage(Settings(cpu_weights="fp32"), torch.bfloat16, gpu) is None
     assert cpu_storage(Settings(), torch.float32, cpu) == "stored"
+
+
+@pytest.mark.parametrize("mode", ["stored", "fp16"])
+def test_a_mode_that_ranks_do_not_have_is_refused(mode: Literal["stored", "fp16"]) -> None:
+    """An fp16 engine has a fingerprint of its own: one that is none must not be served under it."""
+    cpu = torch.device("cpu")
+    with pytest.raises(ConfigurationError, match="does not go with tensor_parallel_size"):
+        cpu_storage(Settings(cpu_weights=mode, tensor_parallel_size=2), torch.float32, cpu)
+    assert cpu_storage(Settings(cpu_weights="fp32", tensor_parallel_size=2), torch.float32, cpu) is None
 
 
 def test_a_16_bit_engine_on_the_cpu_works_as_before(tmp_path: Path) -> None:
