@@ -28,6 +28,7 @@ from shared.available_cpus import available_cpus
 from shared.batch import ScheduledRequest, SchedulerOutput
 from shared.config import load_settings
 from shared.engine.engine_core import EngineCore
+from shared.engine.step_input import StepInput
 from shared.model_files.model_source import ModelSource, resolve_model
 from shared.request import Request
 from shared.worker.process import keep_freed_memory
@@ -44,7 +45,7 @@ def prompt(num_tokens: int, seed: int) -> list[int]:
 class Ours:
     def __init__(self, source: ModelSource, cpu_weights: str) -> None:
         settings = load_settings("decode", cpu_weights=cpu_weights, kv_cache_gib=0.5, enable_prefix_caching=False)
-        self._engine = EngineCore(source, settings, lambda _: None, lambda _: None)
+        self._engine = EngineCore(source, settings, lambda *_: None, lambda *_: None)
 
     def prefill(self) -> float:
         """Seconds."""
@@ -78,7 +79,8 @@ class Ours:
         return request
 
     def _step(self, rows: list[ScheduledRequest]) -> list[int]:
-        hidden, _ = self._engine.runner.execute(SchedulerOutput(rows))  # of no row in a chunk that does not end its prompt
+        block_tables = [self._engine.manager.block_ids(row.request.request_id) for row in rows]
+        hidden = self._engine.runner.forward(StepInput.of(SchedulerOutput(rows), block_tables))  # of no row in a chunk before the last
         tokens: list[int] = sampling.greedy_tokens(self._engine.runner.compute_logits(hidden)).tolist()
         for row in rows:
             row.request.num_computed_tokens = row.end

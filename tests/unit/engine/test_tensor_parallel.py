@@ -136,7 +136,7 @@ from shared.config import Settings
 from shared.engine.engine_core import EngineCore
 from shared.model_files.model_source import resolve_model
 settings = Settings(model={str(path)!r}, num_blocks=20, tensor_parallel_size=2, num_threads=1)
-engine = EngineCore(resolve_model({str(path)!r}), settings, lambda _: None, lambda _: None)
+engine = EngineCore(resolve_model({str(path)!r}), settings, lambda *_: None, lambda *_: None)
 print("ready", flush=True)
 time.sleep(60)
 """
