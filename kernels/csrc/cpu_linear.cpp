@@ -29,9 +29,10 @@ constexpr int TILE_ROWS = 6;
 #endif
 constexpr int DIRECT_ROWS = 4;       // up to here weights are used from registers
 constexpr int TILE_K = 4096 / PANEL; // 16 KiB of fp32
-constexpr int MAX_BLOCK_ROWS = 96;   // rows x TILE_K stay in the second-level cache
+constexpr int MAX_BLOCK_ROWS = 132;  // rows x TILE_K stay in the second-level cache
 constexpr int TASK_PANELS = 8;       // most panels of a task
 constexpr int TASKS_PER_THREAD = 4;
+constexpr int PREFETCH_BYTES = 1024; // ahead: the processor's own prefetching stops at the end of each page
 typedef Vector<W>::I I;
 typedef Vector<W>::U U;
 typedef F<W> V;
@@ -107,6 +108,8 @@ void direct(const float* x, int64_t stride, const char* const* panels, int64_t n
     const char* groups[N];
     for (int n = 0; n < N; n++) groups[n] = panels[n];
     for (int64_t first = 0; first < num_inputs; first += Format::GROUP) {
+        for (int n = 0; n < N; n++)
+            for (int i = 0; i < Format::GROUP_BYTES; i += 64) __builtin_prefetch(groups[n] + PREFETCH_BYTES + i);
         Format::template each<N>(groups, [&](int n, int k, const V* w) {
             for (int r = 0; r < R; r++)
                 for (int v = 0; v < VECTORS; v++) total[r][n * VECTORS + v] += w[v] * x[r * stride + first + k];

@@ -86,10 +86,6 @@ def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 class Embedding(Protocol):
     """A table of one row for each token."""
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the rows that it gives."""
-
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[num_tokens] -> [num_tokens, hidden_size]."""
 
@@ -101,10 +97,6 @@ class Embedding(Protocol):
 class DenseEmbedding:
     weight: torch.Tensor  # [vocab_size, hidden_size]
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.weight.dtype
-
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(token_ids, self.weight)
 
@@ -115,7 +107,6 @@ class DenseEmbedding:
 @dataclass(frozen=True)
 class PackedEmbedding:
     weight: PackedWeight
-    dtype = torch.float32
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self.weight.rows(token_ids)

@@ -24,7 +24,7 @@ class RMSNorm:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if x.dim() == 2:
             return rms_norm(x, self.weight, self.eps)
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x.reshape(-1, x.shape[-1]), self.weight, self.eps).view(x.shape)
 
 
 class UnitOffsetRMSNorm:

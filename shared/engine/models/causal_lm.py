@@ -34,8 +34,7 @@ class CausalLM:
         table = self._embed if config.tie_word_embeddings else take_embedding(weights, "lm_head")
         # Rows past the tokenizer's vocabulary are padding: they are never computed, so they can never be sampled.
         self._head = table.head(config.tokenizer_vocab_size)
-        scale = torch.tensor(math.sqrt(config.hidden_size), dtype=self._embed.dtype)
-        self._embedding_scale = float(scale) if has_scaled_embedding else None
+        self._embedding_scale = torch.tensor(math.sqrt(config.hidden_size)) if has_scaled_embedding else None
 
     def forward(
         self,
@@ -48,7 +47,7 @@ class CausalLM:
         queued to). Returns the hidden states (after the last norm) of `metadata.hidden_rows`: [len(hidden_rows), hidden_size]."""
         x = self._embed(token_ids)  # [num_tokens, hidden_size]
         if self._embedding_scale is not None:
-            x = x * self._embedding_scale
+            x *= self._embedding_scale.to(x.dtype)
         for index, layer in enumerate(self.layers):
             x = layer(x, metadata, *cache.layer(index))
             after_layer(index)

@@ -42,5 +42,6 @@ def build_model(config: ModelConfig, weights: Weights, rotary: RotaryTables, red
     model = builder(config, weights, rotary)
     if reduce is not None:
         model.layers = [layer.summed_over_ranks(reduce) for layer in model.layers]
-    assert not weights, f"{config.architecture} leaves weights unused: {', '.join(list(weights)[:8])}"
+    unused = [*weights, *weights.stored]
+    assert not unused, f"{config.architecture} leaves weights unused: {', '.join(unused[:8])}"
     return model
