@@ -29,9 +29,9 @@ from shared.batch import ScheduledRequest, SchedulerOutput
 from shared.config import load_settings
 from shared.engine.engine_core import EngineCore
 from shared.engine.step_input import StepInput
+from shared.freed_memory import keep_freed_memory
 from shared.model_files.model_source import ModelSource, resolve_model
 from shared.request import Request
-from shared.worker.process import keep_freed_memory
 
 CONTEXT, STEPS, PROMPT = 32, 12, 1024
 CHUNK = 128
