@@ -146,14 +146,15 @@ def load_for_cpu(
         for name in [name for name, tensor in weights.items() if tensor.dim() == 2]:
             weights.stored[name] = _converted(weights.pop(name).numpy(), storage)
         return weights
-    pairs = list(source.weights())
-    check_room(source, sum(len(stored.data) for _, stored in pairs), available_memory_bytes())
     weights = Weights({})
-    for expected, stored in pairs:
+    for expected, stored in source.weights():
         if len(expected.shape) == 2:
             weights.stored[expected.name] = _as_rows(source, expected, stored, storage)
         else:
             weights[expected.name] = torch.from_numpy(read_weight(source, expected, stored))
+    # More than the file has where that has K-quants.
+    needed = sum(cpu_linear.packed_nbytes(rows.type_name, rows.shape) for rows in weights.stored.values())
+    check_room(source, needed, available_memory_bytes())
     if progress is not None:
         progress(1.0)  # what is left is a copy
     return weights
