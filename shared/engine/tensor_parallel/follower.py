@@ -6,6 +6,7 @@ python -m shared.engine.tensor_parallel.follower FD      FD: a socket, whose oth
 from __future__ import annotations
 
 import logging
+import signal
 import socket
 import struct
 import sys
@@ -32,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 def main(descriptor: int) -> int:
     """Exit code 0: the first rank ended, or closed the engine; 1: this rank cannot go on, the reason is in the log."""
+    # Ctrl-C goes to the whole group; this process ends when the first rank closes the socket.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = RankChannel(socket.socket(fileno=descriptor))
     message = channel.receive()
     if message is None:
