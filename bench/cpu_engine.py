@@ -28,9 +28,9 @@ from shared.available_cpus import available_cpus
 from shared.batch import ScheduledRequest, SchedulerOutput
 from shared.config import load_settings
 from shared.engine.engine_core import EngineCore
+from shared.freed_memory import keep_freed_memory
 from shared.model_files.model_source import ModelSource, resolve_model
 from shared.request import Request
-from shared.worker.process import keep_freed_memory
 
 CONTEXT, STEPS, PROMPT = 32, 12, 1024
 CHUNK = 128
@@ -44,7 +44,7 @@ def prompt(num_tokens: int, seed: int) -> list[int]:
 class Ours:
     def __init__(self, source: ModelSource, cpu_weights: str) -> None:
         settings = load_settings("decode", cpu_weights=cpu_weights, kv_cache_gib=0.5, enable_prefix_caching=False)
-        self._engine = EngineCore(source, settings, lambda _: None, lambda _: None)
+        self._engine = EngineCore(source, settings, lambda *_: None, lambda *_: None)
 
     def prefill(self) -> float:
         """Seconds."""

@@ -82,6 +82,16 @@ class StoredRows:
     """Row i of the weight is row `row_order[i]` of the file; None: as they lie."""
 
 
+def packed_nbytes(type_name: str, shape: tuple[int, int]) -> int:
+    """What a weight takes once it is packed. Needs `prepare()`. Raises ValueError."""
+    library = _library()
+    assert library is not None, "prepare() said there is no kernel"
+    nbytes: int = library.cpu_linear_nbytes(ctypes.byref(_Weight(None, *shape, FORMATS[type_name])))
+    if nbytes < 0:
+        raise ValueError(f"rows of {shape[1]} are not whole {type_name} blocks")
+    return nbytes
+
+
 class PackedWeight:
     """A weight [num_outputs, num_inputs] of one format, repacked for the kernel: as many bytes as in the file, but for K-quants, whose
     scales become fp32. Needs `prepare()`."""
@@ -92,10 +102,8 @@ class PackedWeight:
         assert library is not None, "prepare() said there is no kernel"
         self._library = library
         self.type_name, self.shape = type_name, shape
+        nbytes = packed_nbytes(type_name, shape)
         self._weight = _Weight(None, *shape, FORMATS[type_name])
-        nbytes: int = library.cpu_linear_nbytes(ctypes.byref(self._weight))
-        if nbytes < 0:
-            raise ValueError(f"rows of {shape[1]} are not whole {type_name} blocks")
         self._panels = torch.zeros(nbytes, dtype=torch.uint8) if panels is None else panels
         self._weight.panels = self._panels.data_ptr()
         self._address = ctypes.addressof(self._weight)

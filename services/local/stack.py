@@ -91,6 +91,8 @@ class Stack:
             if len(set(values)) > 1:
                 found = ", ".join(f"{role} {value}" for role, value in zip(roles, values, strict=True))
                 raise ConfigurationError(f"{name} must be the same for router, prefill and decode: {found}")
+        if self._of_role("decode").tensor_parallel_size != self._settings.tensor_parallel_size:
+            raise ConfigurationError("PAGEWIRE_DECODE_TENSOR_PARALLEL_SIZE is for workers on their own; give --tensor-parallel instead")
         lengths = {settings.max_model_len for settings in per_role}
         model = (self._settings.model, self._settings.load_format)
         if len(lengths) > 1 and len({resolve_model(*model, length).fingerprint for length in lengths}) > 1:
@@ -120,11 +122,11 @@ class Stack:
             if may_use_gpu(settings.device):
                 continue  # its weights and blocks take the GPU's memory, which it looks at itself
             itemsize = 2 if settings.dtype in ("bfloat16", "float16") else 4
-            block_nbytes = source.config.kv_bytes_per_token(itemsize) * settings.block_size
-            num_blocks = settings.num_blocks or int(settings.kv_cache_gib * (1 << 30)) // block_nbytes
-            is_stored = itemsize == 4 and settings.cpu_weights in ("auto", "stored") and source.format != "dummy"
+            num_ranks, block_nbytes = settings.tensor_parallel_size, source.config.kv_bytes_per_token(itemsize) * settings.block_size
+            kv_nbytes = settings.num_blocks * block_nbytes if settings.num_blocks else num_ranks * int(settings.kv_cache_gib * (1 << 30))
+            is_stored = num_ranks == 1 and itemsize == 4 and settings.cpu_weights in ("auto", "stored") and source.format != "dummy"
             weights_nbytes = source.num_stored_bytes if is_stored else source.num_parameters * itemsize
-            needed += count * (weights_nbytes + num_blocks * block_nbytes)
+            needed += count * (weights_nbytes + kv_nbytes)
         if needed > available:
             raise ConfigurationError(
                 f"{source.name} on {self._plan.num_prefill + self._plan.num_decode} workers takes {needed >> 20} MiB and "

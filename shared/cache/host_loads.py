@@ -58,6 +58,10 @@ class HostLoads:
         self._by_block.update(dict.fromkeys((block.block_id for block in load.blocks), load))
         self._awaited.setdefault(holder_id, set()).add(load)
 
+    def is_filling(self, block: KVCacheBlock) -> bool:
+        """Its bytes are still on their way."""
+        return block.block_id in self._by_block
+
     def wait_for(self, holder_id: str, blocks: Iterable[KVCacheBlock]) -> None:
         """`holder_id` has taken these, of which some may be under way."""
         loads = {load for block in blocks if (load := self._by_block.get(block.block_id)) is not None} if self._by_block else set()

@@ -264,7 +264,8 @@ class KVCacheManager:
         """Enter the blocks that are full and computed by now into the prefix cache (and through it into the global index).
 
         A block whose hash another request entered first is exchanged for that one; the request's block table changes with it.
-        A request that is not ready publishes later: its blocks hang on some that may not come.
+        A request that is not ready publishes later: its blocks hang on some that may not come. So does one whose block would be exchanged
+        for one that is still being filled from host memory: it has the bytes, and that one has not.
         """
         if not self._enable_prefix_caching:
             return
@@ -278,9 +279,12 @@ class KVCacheManager:
             request.update_block_hashes(self.root, self.block_size)
             blocks = self._blocks[request.request_id]
             for index in range(first, num_full):
+                entered = self.pool.get_cached(request.block_hashes[index])
+                if entered is not None and self._loads.is_filling(entered):
+                    return
                 parent = request.block_hashes[index - 1] if index else self.root
                 blocks[index] = self.pool.cache(blocks[index], request.block_hashes[index], parent)
-            self._num_published[request.request_id] = num_full
+                self._num_published[request.request_id] = index + 1
 
     def free(self, request_id: str) -> None:
         """Give everything back, last block first; a request that holds nothing is fine."""

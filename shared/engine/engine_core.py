@@ -126,7 +126,7 @@ class EngineCore:
                 builder.submit(cpu_rotary_embedding.prepare, self.dtype)
                 builder.submit(cpu_sampling.prepare)
                 builder.submit(cpu_elementwise.prepare)
-            storage = cpu_storage(settings, self.dtype, self.device) if self.shard is None else None
+            storage = cpu_storage(settings, self.dtype, self.device)
             if storage is None:
                 weights = Weights(load_weights(source, self.dtype, self.device, progress, pending, self.shard))
             else:

@@ -46,6 +46,12 @@ def cpu_storage(settings: Settings, dtype: torch.dtype, device: torch.device) ->
     """What the setting `cpu_weights` means here; None: tensors of `dtype`. Raises ConfigurationError."""
     if device.type != "cpu":
         return None
+    if settings.tensor_parallel_size > 1:  # a rank's share of a row is no whole blocks of the file's
+        if settings.cpu_weights in ("stored", "fp16"):
+            raise ConfigurationError(
+                f"cpu_weights = {settings.cpu_weights!r} does not go with tensor_parallel_size: ranks hold tensors of dtype; leave it out"
+            )
+        return None
     if dtype is not torch.float32:
         if settings.cpu_weights != "auto":
             raise ConfigurationError(
@@ -140,14 +146,15 @@ def load_for_cpu(
         for name in [name for name, tensor in weights.items() if tensor.dim() == 2]:
             weights.stored[name] = _converted(weights.pop(name).numpy(), storage)
         return weights
-    pairs = list(source.weights())
-    check_room(source, sum(len(stored.data) for _, stored in pairs), available_memory_bytes())
     weights = Weights({})
-    for expected, stored in pairs:
+    for expected, stored in source.weights():
         if len(expected.shape) == 2:
             weights.stored[expected.name] = _as_rows(source, expected, stored, storage)
         else:
             weights[expected.name] = torch.from_numpy(read_weight(source, expected, stored))
+    # More than the file has where that has K-quants.
+    needed = sum(cpu_linear.packed_nbytes(rows.type_name, rows.shape) for rows in weights.stored.values())
+    check_room(source, needed, available_memory_bytes())
     if progress is not None:
         progress(1.0)  # what is left is a copy
     return weights

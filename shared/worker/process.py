@@ -15,9 +15,6 @@ STATUS_FD_VARIABLE = "PAGEWIRE_STATUS_FD"
 DIE_WITH_PARENT_VARIABLE = "PAGEWIRE_DIE_WITH_PARENT"
 """The launcher's pid."""
 _PR_SET_PDEATHSIG = 1
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_MAX_MMAP_THRESHOLD = 32 << 20
-_TRIM_THRESHOLD = 256 << 20
 
 
 def set_up_process(name: str) -> None:
@@ -32,15 +29,6 @@ def set_up_process(name: str) -> None:
         if os.getppid() != int(os.environ[DIE_WITH_PARENT_VARIABLE]):
             # The launcher died before the call above.
             os.kill(os.getpid(), signal.SIGTERM)
-
-
-def keep_freed_memory() -> None:
-    """Have the C library reuse what was freed, up to 256 MiB: pages given back and taken anew in every step are cleared by the system
-    first, which takes a twentieth of a prompt's time on a CPU. Elsewhere than on glibc nothing changes."""
-    with contextlib.suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_M_MMAP_THRESHOLD, _MAX_MMAP_THRESHOLD)
-        mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD)
 
 
 def report_status(text: str) -> bool:

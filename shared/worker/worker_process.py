@@ -14,12 +14,13 @@ from prometheus_client import start_http_server
 from shared import telemetry
 from shared.config import Settings
 from shared.errors import ConfigurationError
+from shared.freed_memory import keep_freed_memory
 from shared.membership import WorkerRecord
 from shared.model_files.model_source import ModelSource, resolve_model
 from shared.model_files.weight_reader import PendingWeights, start_loading
 from shared.nvidia_driver import may_use_gpu
 from shared.worker.metrics import WorkerMetrics
-from shared.worker.process import keep_freed_memory, on_termination, report_progress, report_status, set_up_process
+from shared.worker.process import on_termination, report_progress, report_status, set_up_process
 
 logger = logging.getLogger(__name__)
 

@@ -16,6 +16,8 @@ import pytest
 from local_stack import CNT, ROOT, LocalStack, free_port, is_alive
 from tiny_models import tiny_hf_config, tiny_tokenizer_json
 
+from shared.available_memory import available_memory_bytes
+
 CNT_START = [216, 38, 28]
 
 
@@ -102,6 +104,19 @@ def test_roles_that_disagree_on_the_rotary_embedding_are_one_line_and_exit_code_
 def test_a_model_too_large_for_memory_is_one_line_and_exit_code_2() -> None:
     assert_one_clear_line(run_up("--port", str(free_port()), PAGEWIRE_KV_CACHE_GIB="4000"), "MiB", "PAGEWIRE_KV_CACHE_GIB")
     assert_one_clear_line(run_up("--port", str(free_port()), "--kv-host-cache-gib", "4000"), "MiB", "PAGEWIRE_KV_HOST_CACHE_GIB")
+
+
+def test_each_rank_of_a_worker_has_a_kv_cache_of_its_own() -> None:
+    available = available_memory_bytes()
+    if available is None:
+        pytest.skip("this machine does not say how much memory is free")
+    arguments = ("--port", str(free_port()), "--aggregated", "--tensor-parallel", "3")
+    assert_one_clear_line(run_up(*arguments, PAGEWIRE_KV_CACHE_GIB=str(available / 2 / (1 << 30))), "MiB", "PAGEWIRE_KV_CACHE_GIB")
+
+
+def test_ranks_asked_for_where_they_would_not_be_started_are_one_line_and_exit_code_2() -> None:
+    arguments = ("--port", str(free_port()), "--aggregated")
+    assert_one_clear_line(run_up(*arguments, PAGEWIRE_DECODE_TENSOR_PARALLEL_SIZE="3"), "--tensor-parallel")
 
 
 def test_a_redis_that_does_not_answer_is_one_line_and_exit_code_2() -> None:

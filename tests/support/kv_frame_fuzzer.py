@@ -225,13 +225,14 @@ class DataFuzzer:
             for start in range(0, LAYOUT.num_layers, step):
                 count = min(step, LAYOUT.num_layers - start)
                 nbytes = len(units) * count * plan.layer_nbytes(num_tokens)
-                at = units.start * LAYOUT.block_nbytes + start * LAYOUT.layer_nbytes if is_shared else 0
-                payload = bytes(self._segment.view[at : at + nbytes]) if is_shared else self._random.randbytes(nbytes)
+                flags, at, payload = Flags.NONE, 0, self._random.randbytes(nbytes)
+                if is_shared:
+                    flags, at, payload = self._notice(units, start, nbytes)
                 digest = chunk_checksum(payload, len(units))
-                self._payloads[digest] = payload
+                self._payloads[digest] = self._places(units, start) if Flags.SCATTERED in flags else payload
                 headers.append(
                     DataHeader(
-                        MessageType.CHUNK, Flags.SHARED_MEMORY if is_shared else Flags.NONE, bytes.fromhex(grant.transfer_id), 1,
+                        MessageType.CHUNK, flags, bytes.fromhex(grant.transfer_id), 1,
                         _PEERS[name][0], _RECEIVER, grant.grant_id, 0, grant.slot_gen, len(headers), 0, nbytes, ChecksumCode.XXH3_64,
                         digest, checksum(b""), start, count, units.start, len(units), num_tokens, KVPart.KV, plan.codec.wire,
                         plan.codec.scale, LAYOUT.layout, plan.head_start, plan.head_count, LAYOUT.head_dim, plan.src.tp_rank,
@@ -244,12 +245,24 @@ class DataFuzzer:
         )  # fmt: skip
         return [*headers, replace(fence, layer_count=0, block_count=1), fence]
 
+    def _notice(self, units: range, layer_start: int, nbytes: int) -> tuple[Flags, int, bytes]:
+        """What a notice says of its kind and of where the bytes stand, and the bytes: those of several units stand apart."""
+        places = self._places(units, layer_start)
+        each = nbytes // len(units)
+        stored = b"".join(bytes(self._segment.view[place : place + each]) for (place,) in struct.iter_unpack("<Q", places))
+        if len(units) == 1:
+            return Flags.SHARED_MEMORY, struct.unpack("<Q", places)[0], stored
+        return Flags.SHARED_MEMORY | Flags.SCATTERED, checksum(places), stored
+
+    def _places(self, units: range, layer_start: int) -> bytes:
+        return struct.pack(f"<{len(units)}Q", *(unit * LAYOUT.block_nbytes + layer_start * LAYOUT.layer_nbytes for unit in units))
+
     def _runs(self, name: str, units: Sequence[int]) -> list[range]:
         """What goes into one chunk: single units, or from some senders two in a row where they have the same number of tokens."""
         runs: list[range] = []
         for unit in units:
             is_whole = self._plans[name].tokens_of(unit, NUM_TOKENS) == self._plans[name].unit_tokens
-            if name in ("small blocks", "half") and runs and is_whole and runs[-1].stop == unit and len(runs[-1]) == 1:
+            if name in ("small blocks", "half", "shm") and runs and is_whole and runs[-1].stop == unit and len(runs[-1]) == 1:
                 runs[-1] = range(runs[-1].start, unit + 1)
             else:
                 runs.append(range(unit, unit + 1))
@@ -260,14 +273,22 @@ class DataFuzzer:
         draw = self._random
         pool = self._past if draw.random() < 0.1 else self._valid[draw.choice(list(self._valid))]
         header = draw.choice(pool)
-        payload = self._payloads.get(header.checksum, b"") if header.payload_nbytes and Flags.SHARED_MEMORY not in header.flags else b""
+        payload = self._payloads.get(header.checksum, b"") if header.frame_nbytes else b""
         kind = draw.random()
         if kind < 0.04:
             return header.pack(), payload
         if kind < 0.5:
             for _ in range(draw.choice((1, 1, 1, 2, 3))):
                 header = self._with_odd_field(header)
-            if draw.random() < 0.6 and header.payload_nbytes <= 4 * SETTINGS.kv_max_chunk_bytes:
+            if header.flags & Flags.SCATTERED and draw.random() < 0.6:
+                # As a sender that means it: places, of which some are elsewhere, and their checksum.
+                size, whole = len(self._segment.view), payload[: len(payload) // 8 * 8]
+                odd = (0, 1, size - 1, size, size + 1, 2**64 - 1, draw.randrange(size))
+                places = [place if draw.random() < 0.5 else draw.choice(odd) for (place,) in struct.iter_unpack("<Q", whole)]
+                places += [draw.choice(odd)] * max(0, min(header.block_count, 2000) - len(places))
+                payload = struct.pack(f"<{len(places)}Q", *places)
+                header = replace(header, segment_offset=checksum(payload))
+            elif draw.random() < 0.6 and header.payload_nbytes <= 4 * SETTINGS.kv_max_chunk_bytes:
                 # As a sender that means it: the payload is what the header says, and its checksum too.
                 payload = draw.randbytes(header.payload_nbytes)
                 header = replace(header, checksum=chunk_checksum(payload, max(1, min(header.block_count, len(payload)))))

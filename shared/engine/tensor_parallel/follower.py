@@ -6,13 +6,14 @@ python -m shared.engine.tensor_parallel.follower FD      FD: a socket, whose oth
 from __future__ import annotations
 
 import logging
-import os
+import signal
 import socket
 import struct
 import sys
 
 import torch
 
+from shared.available_cpus import available_cpus
 from shared.engine.kv_cache import KVCache
 from shared.engine.layers.linear import Weights
 from shared.engine.model_runner import ModelRunner
@@ -32,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 def main(descriptor: int) -> int:
     """Exit code 0: the first rank ended, or closed the engine; 1: this rank cannot go on, the reason is in the log."""
+    # Ctrl-C goes to the whole group; this process ends when the first rank closes the socket.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = RankChannel(socket.socket(fileno=descriptor))
     message = channel.receive()
     if message is None:
@@ -52,7 +55,7 @@ def main(descriptor: int) -> int:
 def _serve(channel: RankChannel, setup: RankSetup) -> None:
     settings, device = setup.settings, torch.device(setup.device)
     shard = Shard(setup.rank, settings.tensor_parallel_size)
-    torch.set_num_threads(settings.num_threads or max(1, (os.cpu_count() or 1) // shard.size))
+    torch.set_num_threads(settings.num_threads or max(1, available_cpus() // shard.size))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     source = resolve_model(settings.model, settings.load_format, settings.max_model_len)

@@ -13,6 +13,7 @@ from zmq.utils.monitor import recv_monitor_message
 from shared.clock import Clock
 from shared.config import Settings
 from shared.errors import ConfigurationError, ProtocolError
+from shared.freed_memory import keep_freed_memory
 from shared.transport.connector import BlockMemory, ReceiverEvents
 from shared.transport.protocol import control
 from shared.transport.protocol.kv_layout import KVLayout
@@ -21,7 +22,6 @@ from shared.transport.protocol.transport_name import network_identity
 from shared.transport.receiving.peer_table import LaneAddresses
 from shared.transport.receiving.receiver_state import ReceiverState
 from shared.transport.wires.curve import CurveKeys, DoorKeeper, load_key_file, serve_with
-from shared.transport.wires.message_memory import keep_message_memory
 from shared.transport.wires.zmq_sockets import (
     SyncContext,
     SyncSocket,
@@ -59,7 +59,7 @@ class KVReceiver:
 
         Raises ConfigurationError for addresses that cannot work.
         """
-        keep_message_memory()
+        keep_freed_memory()
         bind_host = bind_host or settings.bind_host
         host = advertised_host(bind_host, advertise_host or settings.advertise_host)
         self._clock = clock

@@ -207,6 +207,30 @@ def test_what_came_behind_blocks_that_are_awaited_is_published_when_they_are_the
     cache.check()
 
 
+@pytest.mark.parametrize("is_failing", [False, True])
+def test_a_computed_block_is_not_exchanged_for_one_that_is_being_filled(is_failing: bool) -> None:
+    """It was admitted before the same blocks were computed by another, evicted, and asked back by a third."""
+    cache = HostTierCache(num_blocks=10, num_slots=16)
+    slow = cache.request("slow", A[:9])
+    assert cache.manager.reserve(slow)
+    cache.serve("a", A[:9])
+    cache.serve("b", [*B, *C[:11]])
+    assert cache.manager.reserve(cache.request("again", A[:9]))
+    assert not cache.manager.is_ready("again")
+    cache.compute(slow)
+    cache.check_contents(slow)
+    cache.store.is_failing = is_failing
+    cache.run_loads()
+    cache.check_contents(slow)
+    cache.manager.publish_full_blocks(slow)
+    cache.check_contents(slow)
+    assert [cache.index[block_hash] for block_hash in slow.block_hashes] == [Tier.DEVICE] * 2
+    cache.check()
+    for name in ("slow", "again"):
+        cache.manager.free(name)
+    assert cache.manager.num_used() == 0
+
+
 def test_corrupt_bytes_are_found_and_computed_again(caplog: pytest.LogCaptureFixture) -> None:
     cache = HostTierCache(num_blocks=5, num_slots=8)
     first = cache.serve("a", A)

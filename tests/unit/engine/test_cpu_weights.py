@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -18,9 +20,11 @@ from shared.config import Settings, load_settings
 from shared.engine.engine_core import EngineCore
 from shared.engine.layers.linear import DenseLinear, Linear, PackedLinear
 from shared.engine.reference_model import forward
-from shared.engine.weights import cpu_storage, load_weights
+from shared.engine.weights import cpu_storage, load_for_cpu, load_weights
 from shared.errors import ConfigurationError, ModelLoadError
 from shared.model_files.model_source import ModelSource, resolve_model
+from shared.model_files.stored_tensor import StoredTensor
+from shared.model_files.weight_names import expected_weights
 
 GOLDEN: dict[str, Any] = json.loads((Path(__file__).parents[2] / "data" / "golden_logits.json").read_text())["prompts"]
 PROMPTS = [[1, 5, 9, 40, 7], [3, 4], [11] * 9]
@@ -124,6 +128,27 @@ def test_stored_weights_need_the_room_of_the_file_and_not_of_fp32(smollm2: Model
         engine_for(smollm2, num_blocks=16, block_size=16, cpu_weights="fp32")
 
 
+def test_k_quants_need_more_room_than_their_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unpacked scales make them half as large again: what does not fit is refused, not killed while it is packed."""
+    if not cpu_linear.prepare():
+        pytest.skip("no C++ compiler")
+    config = replace(TINY_CONFIG, hidden_size=256, intermediate_size=256, num_heads=4, num_kv_heads=2, head_dim=64)
+    write_tiny_gguf(tmp_path / "m.gguf", config, weights={w.name: np.zeros(w.shape, np.float32) for w in expected_weights(config)})
+    plain = resolve_model(str(tmp_path / "m.gguf"))
+
+    def quantised(tensor: StoredTensor) -> StoredTensor:
+        data = np.zeros(tensor.num_elements // 256 * 210, np.uint8)
+        return replace(tensor, type_name="Q6_K", data=data) if len(tensor.shape) == 2 else tensor
+
+    source = replace(plain, tensors={name: quantised(tensor) for name, tensor in plain.tensors.items()})
+    size = source.num_stored_bytes
+    monkeypatch.setattr("shared.engine.weights.available_memory_bytes", lambda: size * 5 // 4)
+    with pytest.raises(ModelLoadError, match="needs"):
+        load_for_cpu(source, "stored")
+    monkeypatch.setattr("shared.engine.weights.available_memory_bytes", lambda: size * 7 // 4)
+    assert {rows.type_name for rows in load_for_cpu(source, "stored").stored.values()} == {"Q6_K"}
+
+
 @pytest.mark.parametrize("value", ["int8", "FP16", "q4"])
 def test_a_mode_that_does_not_exist_is_refused(value: str) -> None:
     with pytest.raises(ConfigurationError, match="cpu_weights"):
@@ -137,6 +162,15 @@ def test_a_mode_needs_an_fp32_engine_on_the_cpu() -> None:
     assert cpu_storage(Settings(), torch.bfloat16, cpu) is None
     assert cpu_storage(Settings(cpu_weights="fp32"), torch.bfloat16, gpu) is None
     assert cpu_storage(Settings(), torch.float32, cpu) == "stored"
+
+
+@pytest.mark.parametrize("mode", ["stored", "fp16"])
+def test_a_mode_that_ranks_do_not_have_is_refused(mode: Literal["stored", "fp16"]) -> None:
+    """An fp16 engine has a fingerprint of its own: one that is none must not be served under it."""
+    cpu = torch.device("cpu")
+    with pytest.raises(ConfigurationError, match="does not go with tensor_parallel_size"):
+        cpu_storage(Settings(cpu_weights=mode, tensor_parallel_size=2), torch.float32, cpu)
+    assert cpu_storage(Settings(cpu_weights="fp32", tensor_parallel_size=2), torch.float32, cpu) is None
 
 
 def test_a_16_bit_engine_on_the_cpu_works_as_before(tmp_path: Path) -> None:

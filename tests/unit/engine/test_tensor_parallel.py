@@ -123,6 +123,15 @@ def test_an_engine_whose_rank_is_gone_or_frozen_says_so_in_time(
     assert not rank.is_running()
 
 
+def test_an_interrupt_at_the_terminal_leaves_it_to_the_first_rank_to_end(llama: tuple[ModelSource, Path]) -> None:
+    source, path = llama
+    with engine_of(2, source, path) as engine:
+        [rank] = ranks_of(engine)
+        os.kill(rank.pid, signal.SIGINT)
+        assert len(greedy(engine, PROMPTS[:1], 2)[0][0]) == 2
+        engine.check_ranks()
+
+
 def test_a_rank_ends_when_the_first_one_is_killed(llama: tuple[ModelSource, Path]) -> None:
     import subprocess
     import sys
@@ -136,7 +145,7 @@ from shared.config import Settings
 from shared.engine.engine_core import EngineCore
 from shared.model_files.model_source import resolve_model
 settings = Settings(model={str(path)!r}, num_blocks=20, tensor_parallel_size=2, num_threads=1)
-engine = EngineCore(resolve_model({str(path)!r}), settings, lambda _: None, lambda _: None)
+engine = EngineCore(resolve_model({str(path)!r}), settings, lambda *_: None, lambda *_: None)
 print("ready", flush=True)
 time.sleep(60)
 """

@@ -1,4 +1,4 @@
-"""Where received messages lie: libzmq allocates each one anew."""
+"""What becomes of memory that this process has freed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _KEPT_NBYTES = 256 << 20
 
 
 @functools.cache
-def keep_message_memory() -> None:
-    """Of this process, from now on: freed memory is used again rather than given back to the system page by page, and with it the time that
-    touching new pages takes, a third of what receiving a chunk does. Does nothing where the C library is not glibc."""
+def keep_freed_memory() -> None:
+    """From now on it is used again rather than given back to the system page by page: pages taken anew are cleared first, which takes a
+    twentieth of a prompt's time on a CPU, and a third of what receiving a chunk of KV does. Does nothing without glibc."""
     with contextlib.suppress(AttributeError, OSError):
         library = ctypes.CDLL(None)
         library.mallopt(_M_TRIM_THRESHOLD, _KEPT_NBYTES)
