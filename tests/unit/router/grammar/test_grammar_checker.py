@@ -128,8 +128,15 @@ def test_a_process_that_ends_for_other_reasons_costs_no_grammar_its_use(checker:
 
 
 def test_a_refusal_that_a_busy_machine_may_have_caused_is_not_for_good(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange = grammar_checker._exchange
+
+    def be_busy(process: subprocess.Popen[bytes], line: bytes, timeout_s: float) -> bytes:
+        if b"slow today" in line:
+            raise TimeoutError
+        return exchange(process, line, timeout_s)
+
     monkeypatch.setattr(grammar_checker, "DOUBTFUL_S", 0.0)
-    monkeypatch.setattr(checker, "_timeout_s", 0.0)
+    monkeypatch.setattr(grammar_checker, "_exchange", be_busy)
     assert "to compile" in refusal(checker, "regex", "slow today")
     monkeypatch.undo()
     for _ in range(3):  # the machine may be busy now, too
