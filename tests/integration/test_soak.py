@@ -106,7 +106,7 @@ def test_thousands_of_requests_leave_answers_blocks_and_memory_as_they_were(tmp_
             list(pool.map(clients.request, range(num_settled, NUM_REQUESTS)))
         stack.wait_until_idle(10)
         growth = {name: size - before[name] for name, size in memory_of(stack).items()}
-        print(f"{clients.num_compared} answers compared, {clients.num_left} clients left early, growth in MiB:", growth)
+        print(f"{clients.num_compared} answers compared, {clients.num_left} clients left early, growth in bytes:", growth)
         assert clients.num_compared > NUM_REQUESTS // 10
         assert stack.metric("vllm:num_preemptions_total") > 0
         assert max(growth.values()) < MAX_GROWTH_BYTES
