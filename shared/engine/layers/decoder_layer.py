@@ -16,10 +16,9 @@ from shared.model_files.model_config import ModelConfig
 
 AttentionPart = Callable[[torch.Tensor, AttentionMetadata, torch.Tensor, torch.Tensor], torch.Tensor]
 """See layers.attention.Attention."""
-P = ParamSpec("P")
-
 FeedForward = Callable[[torch.Tensor], torch.Tensor]
 """[num_tokens, hidden_size] -> the same shape."""
+_P = ParamSpec("_P")
 
 
 class DecoderLayer(Protocol):
@@ -66,7 +65,7 @@ class SandwichNormLayer:
         return replace(self, attention=_summed(self.attention, reduce), feed_forward=_summed(self.feed_forward, reduce))
 
 
-def _summed(part: Callable[P, torch.Tensor], reduce: Reduce) -> Callable[P, torch.Tensor]:
+def _summed(part: Callable[_P, torch.Tensor], reduce: Reduce) -> Callable[_P, torch.Tensor]:
     return lambda *args, **kwargs: reduce(part(*args, **kwargs))
 
 

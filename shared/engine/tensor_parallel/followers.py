@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import select
 import socket
@@ -22,8 +21,8 @@ from shared.engine.tensor_parallel.sharding import Reduce, Shard
 from shared.errors import ConfigurationError, PagewireError
 from shared.worker.process import DIE_WITH_PARENT_VARIABLE, STATUS_FD_VARIABLE
 
-logger = logging.getLogger(__name__)
-
+_LOADING_TIMEOUT_S = 600.0
+"""For what other ranks take longer to load than the first one, which does the same work."""
 _CLOSE_TIMEOUT_S = 2.0
 _POLL_S = 0.2
 
@@ -68,10 +67,13 @@ class Followers:
 
     def join(self) -> Reduce:
         """Waits until all have loaded their part, which takes as long as ours did. Gives the sum over all ranks. Raises ConfigurationError
-        when one of them cannot start."""
+        when one of them cannot start, RankLostError when one has ended or does not go on."""
+        give_up_s = time.monotonic() + _LOADING_TIMEOUT_S
         for rank, channel in self._channels.items():
             while not select.select([channel.sock], [], [], _POLL_S)[0]:
                 self._check(rank)
+                if time.monotonic() > give_up_s:
+                    raise RankLostError(f"rank {rank} of the engine has not loaded its part within {_LOADING_TIMEOUT_S:g} s")
             if channel.receive() != (Kind.READY, b""):
                 raise ConfigurationError(f"rank {rank} of the engine could not start; its reason stands above")
         self._collectives = Collectives(Shard(0, self._size), self._store.port, self._device)

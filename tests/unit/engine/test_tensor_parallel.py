@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +26,7 @@ from shared.engine.step_input import StepInput
 from shared.engine.tensor_parallel import collectives, followers
 from shared.engine.tensor_parallel.sharding import Shard
 from shared.errors import ConfigurationError
+from shared.model_files.model_config import ModelConfig
 from shared.model_files.model_source import ModelSource, resolve_model
 from shared.request import Request
 
@@ -133,9 +136,6 @@ def test_an_interrupt_at_the_terminal_leaves_it_to_the_first_rank_to_end(llama: 
 
 
 def test_a_rank_ends_when_the_first_one_is_killed(llama: tuple[ModelSource, Path]) -> None:
-    import subprocess
-    import sys
-
     _, path = llama
     root = Path(__file__).parents[3]
     script = f"""
@@ -178,7 +178,7 @@ def test_a_model_that_cannot_be_shared_evenly_is_refused(llama: tuple[ModelSourc
 
 
 def test_parts_of_a_weight_make_up_the_whole() -> None:
-    config = resolve_config()
+    config = small_config()
     query = torch.arange(config.num_heads * config.head_dim * 3.0).view(-1, 3)
     parts = [Shard(rank, 2).part_of("model.layers.0.self_attn.q_proj.weight", query, config) for rank in range(2)]
     assert torch.equal(torch.cat(parts), query)
@@ -190,9 +190,7 @@ def test_parts_of_a_weight_make_up_the_whole() -> None:
     assert held == [[0], [0], [1], [1]]
 
 
-def resolve_config() -> Any:
-    from shared.model_files.model_config import ModelConfig
-
+def small_config() -> ModelConfig:
     return ModelConfig(
         architecture="llama", num_layers=1, hidden_size=16, intermediate_size=32, num_heads=4, num_kv_heads=2, head_dim=4, vocab_size=32,
         tokenizer_vocab_size=32, max_model_len=64, rope_theta=1e4, rms_norm_eps=1e-5,
