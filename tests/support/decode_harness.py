@@ -35,6 +35,7 @@ class DecodeHarness:
         self.worker.rpc._socket.close(0)
         self.worker.rpc._wake_receiver.close(0)
         self.worker.rpc.close()
+        self.worker.engine.close()
 
     @property
     def num_used(self) -> int:
