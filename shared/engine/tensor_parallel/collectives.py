@@ -29,7 +29,7 @@ class Collectives:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, in x. Raises RuntimeError when a rank is gone."""
         if self._gloo is not None:
-            self._gloo.allreduce([x]).wait()
+            self._gloo.allreduce([x]).wait()  # type: ignore[attr-defined]
         else:
             dist.all_reduce(x)
         return x
