@@ -55,8 +55,9 @@ class Workers:
         return {"model": str(self._directory), "tensor_parallel_size": degree, "max_num_batched_tokens": 16, "debug": True}
 
     def _new_prefill(self, degree: int) -> PrefillWorker:
-        transport = "tcp" if degree == 4 else "auto"  # the others show the memory that their ranks share
-        worker, _ = self._stack.enter_context(prefill_worker(self._source, kv_transport=transport, **self._settings(degree)))
+        # The others show the memory that their ranks share, and hand over each layer while the next one runs.
+        own = {"kv_transport": "tcp"} if degree == 4 else {"kv_layer_groups": 3}
+        worker, _ = self._stack.enter_context(prefill_worker(self._source, **own, **self._settings(degree)))
         worker._sender._tap = lambda header, payload: self.tamper(header, payload)
         return worker
 
