@@ -22,7 +22,6 @@ from shared.cache.kv_cache_manager import KVCacheManager, cdiv
 from shared.cache.prefix_index import Tier
 from shared.config import Settings
 from shared.engine.decode_batch import UNKNOWN, BlockTableRows
-from shared.engine.decode_graphs import DecodeGraphs
 from shared.engine.device import default_dtype, select_device
 from shared.engine.host_block_store import new_host_block_store
 from shared.engine.kv_cache import KVCache
@@ -34,6 +33,7 @@ from shared.engine.models.registry import build_model
 from shared.engine.overlapped_decode import DecodedStep, LaunchedStep, OverlappedDecode, decode_batch, is_decode
 from shared.engine.prompt_logprobs import score_prompts
 from shared.engine.rotary import RotaryTables
+from shared.engine.step_graphs import StepGraphs
 from shared.engine.step_input import StepInput
 from shared.engine.tensor_parallel.followers import Followers
 from shared.engine.tensor_parallel.rank_memory import RankMemory
@@ -194,12 +194,12 @@ class EngineCore:
         """Of a model that has the heads of which `cache` has the KV."""
         return self.config if self.is_kv_whole else self._rank_config
 
-    def _new_graphs(self, model: CausalLM) -> DecodeGraphs | None:
+    def _new_graphs(self, model: CausalLM) -> StepGraphs | None:
         # fp32 is the exact mode, whose attention is the prefill kernel's; sums over ranks are not captured.
         is_capturable = self.device.type == "cuda" and self.dtype is not torch.float32 and model.is_capturable and self.shard is None
         if not is_capturable or self.settings.enforce_eager:
             return None
-        return DecodeGraphs(model, self.cache, self.settings.max_num_seqs, self.max_model_len)
+        return StepGraphs(model, self.cache, self.settings.max_num_seqs, self.max_model_len)
 
     def _num_blocks(self) -> int:
         """kv_cache_gib is of each rank."""
