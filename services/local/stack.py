@@ -91,6 +91,13 @@ class Stack:
             if len(set(values)) > 1:
                 found = ", ".join(f"{role} {value}" for role, value in zip(roles, values, strict=True))
                 raise ConfigurationError(f"{name} must be the same for router, prefill and decode: {found}")
+        for role in roles[1:] if self._plan.num_prefill else ():
+            settings = self._of_role(role)
+            if settings.tensor_parallel_size > 1 and may_use_gpu(settings.device):
+                raise ConfigurationError(
+                    f"tensor_parallel_size = {settings.tensor_parallel_size} for {role}: KV of ranks on several GPUs cannot go from one "
+                    "worker to another yet; add --aggregated, or set PAGEWIRE_DEVICE=cpu"
+                )
         lengths = {settings.max_model_len for settings in per_role}
         model = (self._settings.model, self._settings.load_format)
         if len(lengths) > 1 and len({resolve_model(*model, length).fingerprint for length in lengths}) > 1:
