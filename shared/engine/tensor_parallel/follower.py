@@ -72,7 +72,8 @@ def _serve(channel: RankChannel, setup: RankSetup) -> None:
         memory = RankMemory.inherited(source.config, shard, setup.memory_descriptor, size_bytes)
         cache = KVCache(source.config, setup.num_blocks, settings.block_size, dtype, device, ranks=memory)
     channel.send(Kind.READY)
-    threading.Thread(target=_say_alive, args=(channel,), name="rank-alive", daemon=True).start()
+    if device.type == "cpu":
+        threading.Thread(target=_say_alive, args=(channel,), name="rank-alive", daemon=True).start()
     collectives = Collectives(shard, setup.store_port, device)
     model = build_model(config, weights, RotaryTables(config, setup.max_model_len, device), collectives.all_reduce)
     runner = ModelRunner(model, cache)

@@ -103,7 +103,10 @@ class Followers:
 
     def watch(self) -> None:
         """From now on, with all kernels prepared, a rank that is silent for kv_peer_timeout_s is taken for frozen and killed: then whoever
-        waits for it learns so at once."""
+        waits for it learns so at once. Not on GPUs: a sum there ends by its own deadline alone, and a kernel that is compiled when it is
+        first wanted may keep a process from speaking."""
+        if self._device.type == "cuda":
+            return
         self._watcher = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
         self._watcher.start()
 

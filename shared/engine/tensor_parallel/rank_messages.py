@@ -24,7 +24,7 @@ class Kind(IntEnum):
     COPY_BLOCK = 4
     """Two int64: copy the first block over the second. Where ranks share one KV cache the first does it alone."""
     ALIVE = 5
-    """From another rank, every ALIVE_INTERVAL_S."""
+    """From another rank on a CPU, every ALIVE_INTERVAL_S."""
 
 
 class RankSetup(BaseModel):
