@@ -31,10 +31,17 @@ class Attention:
     query_norm: Norm | None = None
     key_norm: Norm | None = None
 
-    def __call__(self, x: torch.Tensor, metadata: AttentionMetadata, key_cache: torch.Tensor, value_cache: torch.Tensor) -> torch.Tensor:
-        """x: [num_tokens, hidden_size] -> the same shape; writes the tokens' K and V. Caches of this layer: [num_blocks, num_kv_heads,
-        block_size, head_dim]."""
-        return self.output(self._mix(x, metadata, key_cache, value_cache))
+    def __call__(
+        self,
+        x: torch.Tensor,
+        metadata: AttentionMetadata,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x: [num_tokens, hidden_size] -> [len(rows), hidden_size], None: of all rows; writes the K and V of all tokens. Caches of this
+        layer: [num_blocks, num_kv_heads, block_size, head_dim]."""
+        return self.output(self._mix(x, metadata, key_cache, value_cache, rows))
 
     def add_to(
         self,
@@ -43,11 +50,19 @@ class Attention:
         metadata: AttentionMetadata,
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
+        rows: torch.Tensor | None = None,
     ) -> None:
-        self.output.add_to(residual, self._mix(x, metadata, key_cache, value_cache))
+        self.output.add_to(residual, self._mix(x, metadata, key_cache, value_cache, rows))
 
-    def _mix(self, x: torch.Tensor, metadata: AttentionMetadata, key_cache: torch.Tensor, value_cache: torch.Tensor) -> torch.Tensor:
-        """All but the output projection: [num_tokens, num_heads * head_dim]."""
+    def _mix(
+        self,
+        x: torch.Tensor,
+        metadata: AttentionMetadata,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        rows: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """All but the output projection: [len(rows), num_heads * head_dim]."""
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         query, key, value = torch.split(self.qkv(x).view(len(x), -1, self.head_dim), heads, dim=1)
         if self.query_norm is not None:
@@ -59,10 +74,12 @@ class Attention:
         else:
             table, slots = (self.rotary.cos, self.rotary.sin), metadata.slot_mapping
             rotary_embedding_and_cache(query, key, value, metadata.positions, *table, key_cache, value_cache, slots)
+        if rows is not None and not len(rows):
+            return x.new_empty(0, self.num_heads * self.head_dim)
         mixed = metadata.attention(
             query, key_cache, value_cache, self.scale, sliding_window=self.sliding_window, soft_cap=self.soft_cap
-        )  # fmt: skip
-        return mixed.flatten(1)
+        ).flatten(1)  # fmt: skip
+        return mixed if rows is None else mixed[rows]
 
 
 def take_attention(

@@ -26,14 +26,22 @@ class Part(Protocol[_P]):
         """residual += self(x, ...), in place."""
 
 
-AttentionPart = Part[[AttentionMetadata, torch.Tensor, torch.Tensor]]
+AttentionPart = Part[[AttentionMetadata, torch.Tensor, torch.Tensor, torch.Tensor | None]]
 """See layers.attention.Attention."""
 FeedForward = Part[[]]
 
 
 class DecoderLayer(Protocol):
-    def __call__(self, x: torch.Tensor, metadata: AttentionMetadata, key_cache: torch.Tensor, value_cache: torch.Tensor) -> torch.Tensor:
-        """x: [num_tokens, hidden_size], which is written over and returned; writes the tokens' K and V into this layer's caches."""
+    def __call__(
+        self,
+        x: torch.Tensor,
+        metadata: AttentionMetadata,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x: [num_tokens, hidden_size], which may be written over; writes the K and V of all tokens into this layer's caches. Returns
+        [len(rows), hidden_size]: nothing but K and V is computed for other rows; None: all are wanted."""
 
     def summed_over_ranks(self, reduce: Reduce) -> DecoderLayer:
         """The same, where each rank computes a share of both parts."""
@@ -46,8 +54,17 @@ class PreNormLayer:
     post_attention_norm: Norm
     feed_forward: FeedForward
 
-    def __call__(self, x: torch.Tensor, metadata: AttentionMetadata, key_cache: torch.Tensor, value_cache: torch.Tensor) -> torch.Tensor:
-        self.attention.add_to(x, self.input_norm(x), metadata, key_cache, value_cache)
+    def __call__(
+        self,
+        x: torch.Tensor,
+        metadata: AttentionMetadata,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        normed = self.input_norm(x)
+        x = x if rows is None else x[rows]
+        self.attention.add_to(x, normed, metadata, key_cache, value_cache, rows)
         self.feed_forward.add_to(x, self.post_attention_norm(x))
         return x
 
@@ -66,8 +83,17 @@ class SandwichNormLayer:
     feed_forward: FeedForward
     post_feed_forward_norm: Norm
 
-    def __call__(self, x: torch.Tensor, metadata: AttentionMetadata, key_cache: torch.Tensor, value_cache: torch.Tensor) -> torch.Tensor:
-        x += self.post_attention_norm(self.attention(self.input_norm(x), metadata, key_cache, value_cache))
+    def __call__(
+        self,
+        x: torch.Tensor,
+        metadata: AttentionMetadata,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        mixed = self.post_attention_norm(self.attention(self.input_norm(x), metadata, key_cache, value_cache, rows))
+        x = x if rows is None else x[rows]
+        x += mixed
         x += self.post_feed_forward_norm(self.feed_forward(self.pre_feed_forward_norm(x)))
         return x
 
@@ -82,7 +108,8 @@ class _Summed(Generic[_P]):
         self._part, self._reduce = part, reduce
 
     def __call__(self, x: torch.Tensor, *args: _P.args, **kwargs: _P.kwargs) -> torch.Tensor:
-        return self._reduce(self._part(x, *args, **kwargs))
+        partial = self._part(x, *args, **kwargs)
+        return self._reduce(partial) if len(partial) else partial
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor, *args: _P.args, **kwargs: _P.kwargs) -> None:
         residual += self(x, *args, **kwargs)
