@@ -12,7 +12,7 @@
 #include <cmath>
 #include <vector>
 
-#include "cpu_thread_pool.h"
+#include "cpu_linear.h"
 #include "cpu_vectors.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -86,19 +86,7 @@ template <typename E> struct Plain {
 
 }  // namespace
 
-// Mirrored field by field in kernels/cpu_linear.py.
-struct Weight {
-    char* panels;
-    int64_t num_outputs, num_inputs, format;
-};
-struct Arguments {
-    const Weight* weight;
-    const float* x;     // [num_rows, num_inputs]
-    const float* bias;  // [num_outputs] or null
-    float* out;         // [num_rows, num_outputs]
-    RunOnThreads run_on_threads;
-    int64_t num_rows, x_stride, out_stride, num_threads;
-};
+typedef LinearArguments Arguments;
 
 namespace {
 
@@ -150,10 +138,16 @@ inline void finish(const Arguments& a, int64_t row, int64_t panel, const float* 
     float* out = a.out + row * a.out_stride + first;
     const float* bias = a.bias ? a.bias + first : nullptr;
     if (count < PANEL) {
-        for (int64_t i = 0; i < count; i++) out[i] = bias ? sums[i] + bias[i] : sums[i];
+        for (int64_t i = 0; i < count; i++) {
+            const float result = bias ? sums[i] + bias[i] : sums[i];
+            out[i] = a.is_added ? out[i] + result : result;
+        }
         return;
     }
-    for (int i = 0; i < PANEL; i += W) store<W>(out + i, bias ? load<W>(sums + i) + load<W>(bias + i) : load<W>(sums + i));
+    for (int i = 0; i < PANEL; i += W) {
+        const V result = bias ? load<W>(sums + i) + load<W>(bias + i) : load<W>(sums + i);
+        store<W>(out + i, a.is_added ? load<W>(out + i) + result : result);
+    }
 }
 
 template <class Format, int R, int N> int64_t direct_panels(const Plan& plan, int64_t panel, int64_t end) {

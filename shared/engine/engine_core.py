@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kernels import cpu_attention, cpu_elementwise, cpu_rotary_embedding, cpu_sampling, gpu_attention, sampling
+from kernels import cpu_attention, cpu_decoder_layer, cpu_elementwise, cpu_rotary_embedding, cpu_sampling, gpu_attention, sampling
 from kernels.checked_copy import compiled_copies
 from shared.available_cpus import available_cpus
 from shared.batch import ScheduledRequest, SchedulerOutput
@@ -136,6 +136,7 @@ class EngineCore:
                 builder.submit(cpu_rotary_embedding.prepare, self.dtype)
                 builder.submit(cpu_sampling.prepare)
                 builder.submit(cpu_elementwise.prepare)
+                builder.submit(cpu_decoder_layer.prepare)
             storage = cpu_storage(settings, self.dtype, self.device)
             if storage is None:
                 weights = Weights(load_weights(source, self.dtype, self.device, progress, pending, self.shard))

@@ -124,6 +124,15 @@ def test_strided_rows_are_read_and_written_in_place() -> None:
     assert not out[:, :10].any() and not out[:, 42:].any()
 
 
+@pytest.mark.parametrize("num_rows", [1, 3, 17])
+def test_a_result_can_be_added_to_what_is_there(num_rows: int) -> None:
+    weight = PackedWeight.pack([stored_rows("Q8_0", 37, 64)])
+    x, bias, before = inputs(num_rows, 64), inputs(1, 37)[0], inputs(num_rows, 37, seed=2)
+    added = before.clone()
+    weight.linear(x, added, bias, is_added=True)
+    assert torch.equal(added, before + linear(weight, x, bias))
+
+
 def test_a_packed_weight_takes_no_more_memory_than_the_file() -> None:
     for type_name in ("Q4_0", "Q4_1", "Q8_0", "F16"):
         rows = stored_rows(type_name, 192, 512)
