@@ -6,7 +6,7 @@
 //
 // W lies in panels of PANEL outputs. A panel is a sequence of groups of k; a group holds its scales and minima, then words of 32 bits, one
 // for each output, with 8 (4 bits) or 4 (8 bits) consecutive k. Few rows: a panel's weights are expanded in registers and used at once.
-// More: into a tile that stays in the first-level cache, for register-blocked products with all rows.
+// More: the first few use them so, and leave them in a tile that stays in the first-level cache for register-blocked products with the others.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -27,7 +27,8 @@ constexpr int TILE_ROWS = 12;        // 24 sums and their operands in 32 registe
 #else
 constexpr int TILE_ROWS = 6;
 #endif
-constexpr int DIRECT_ROWS = 4;       // up to here weights are used from registers
+constexpr int DIRECT_ROWS = 6;       // up to here all rows use weights from registers
+constexpr int FIRST_ROWS = 4;        // of more: those that do, which leaves registers for what expands them
 constexpr int TILE_K = 4096 / PANEL; // 16 KiB of fp32
 constexpr int MAX_BLOCK_ROWS = 132;  // rows x TILE_K stay in the second-level cache
 constexpr int TASK_PANELS = 8;       // most panels of a task
@@ -127,9 +128,25 @@ template <int R> void multiply_rows(int num_rows, const float* x, int64_t stride
     else if constexpr (R > 1) multiply_rows<R - 1>(num_rows, x, stride, tile, count, sums);
 }
 
+// What `direct` does for a part of k, for the first of many rows: the expanded weights stay in `tile` for the others.
+template <class Format> void expand(const char* group, const float* x, int64_t stride, int count, float* tile, float* sums) {
+    constexpr int R = FIRST_ROWS;
+    V total[R][VECTORS];
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < VECTORS; v++) total[r][v] = load<W>(sums + r * PANEL + v * W);
+    for (int first = 0; first < count; first += Format::GROUP, group += Format::GROUP_BYTES)
+        Format::template each<1>(&group, [&](int, int k, const V* w) {
+            for (int v = 0; v < VECTORS; v++) store<W>(tile + (first + k) * PANEL + v * W, w[v]);
+            for (int r = 0; r < R; r++)
+                for (int v = 0; v < VECTORS; v++) total[r][v] += w[v] * x[r * stride + first + k];
+        });
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < VECTORS; v++) store<W>(sums + r * PANEL + v * W, total[r][v]);
+}
+
 struct Plan {
     const Arguments& a;
-    int64_t num_panels, num_blocks, block_rows, task_panels;
+    int64_t num_panels, num_blocks, task_panels;
     std::atomic<int64_t> next{0};
 };
 
@@ -163,27 +180,27 @@ template <class Format, int R, int N> int64_t direct_panels(const Plan& plan, in
     return panel;
 }
 
-template <class Format> void tiled(const Plan& plan, int64_t first_row, int64_t panel, int64_t end) {
+template <class Format> void tiled(const Plan& plan, int64_t block, int64_t panel, int64_t end) {
     const Arguments& a = plan.a;
     const int64_t num_inputs = a.weight->num_inputs, panel_bytes = num_inputs / Format::GROUP * Format::GROUP_BYTES;
-    const int num_rows = (int)std::min(plan.block_rows, a.num_rows - first_row);
+    // Blocks and tiles of about the same size; a block has more than FIRST_ROWS.
+    const int64_t first_row = a.num_rows * block / plan.num_blocks;
+    const int num_rows = (int)(a.num_rows * (block + 1) / plan.num_blocks - first_row);
     thread_local std::vector<float> memory;
     float* tile = scratch(memory, (size_t)TILE_K * PANEL + (size_t)(end - panel) * num_rows * PANEL);
     float* sums = tile + TILE_K * PANEL;  // [panels, rows, PANEL]
     memset(sums, 0, (size_t)(end - panel) * num_rows * PANEL * sizeof(float));
-    const int num_tiles = (num_rows + TILE_ROWS - 1) / TILE_ROWS;
+    const int tiled_rows = num_rows - FIRST_ROWS, num_tiles = (tiled_rows + TILE_ROWS - 1) / TILE_ROWS;
     for (int64_t first = 0; first < num_inputs; first += TILE_K) {
         const int count = (int)std::min<int64_t>(TILE_K, num_inputs - first);
         for (int64_t p = panel; p < end; p++) {
             const char* group = a.weight->panels + p * panel_bytes + first / Format::GROUP * Format::GROUP_BYTES;
-            for (int k0 = 0; k0 < count; k0 += Format::GROUP, group += Format::GROUP_BYTES)
-                Format::template each<1>(&group, [&](int, int k, const V* w) {
-                    for (int v = 0; v < VECTORS; v++) store<W>(tile + (k0 + k) * PANEL + v * W, w[v]);
-                });
             float* of_panel = sums + (p - panel) * num_rows * PANEL;
-            for (int t = 0; t < num_tiles; t++) {  // tiles of about the same size
-                const int from = num_rows * t / num_tiles, to = num_rows * (t + 1) / num_tiles;
-                multiply_rows<TILE_ROWS>(to - from, plan.a.x + (first_row + from) * plan.a.x_stride + first, plan.a.x_stride, tile, count, of_panel + from * PANEL);
+            const float* x = a.x + first_row * a.x_stride + first;
+            expand<Format>(group, x, a.x_stride, count, tile, of_panel);
+            for (int t = 0; t < num_tiles; t++) {
+                const int from = FIRST_ROWS + tiled_rows * t / num_tiles, to = FIRST_ROWS + tiled_rows * (t + 1) / num_tiles;
+                multiply_rows<TILE_ROWS>(to - from, x + from * a.x_stride, a.x_stride, tile, count, of_panel + from * PANEL);
             }
         }
     }
@@ -204,8 +221,10 @@ template <class Format> void work(void* data) {
                 break;
             case 2: direct_panels<Format, 2, 1>(plan, panel, end); break;
             case 3: direct_panels<Format, 3, 1>(plan, panel, end); break;
+            case 4: direct_panels<Format, 4, 1>(plan, panel, end); break;
+            case 5: direct_panels<Format, 5, 1>(plan, panel, end); break;
             case DIRECT_ROWS: direct_panels<Format, DIRECT_ROWS, 1>(plan, panel, end); break;
-            default: tiled<Format>(plan, i / tasks_per_block * plan.block_rows, panel, end);
+            default: tiled<Format>(plan, i / tasks_per_block, panel, end);
         }
     }
 }
@@ -384,9 +403,7 @@ EXPORT void cpu_linear_rows(const Weight* weight, const int64_t* rows, int64_t n
 EXPORT const char* cpu_linear(const Arguments* arguments) {
     const Arguments& a = *arguments;
     if (!a.num_rows) return nullptr;
-    Plan plan{a, (a.weight->num_outputs + PANEL - 1) / PANEL, (a.num_rows + MAX_BLOCK_ROWS - 1) / MAX_BLOCK_ROWS, 0, 0};
-    // Blocks of about the same size, of whole tiles.
-    plan.block_rows = ((a.num_rows + plan.num_blocks - 1) / plan.num_blocks + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
+    Plan plan{a, (a.weight->num_outputs + PANEL - 1) / PANEL, (a.num_rows + MAX_BLOCK_ROWS - 1) / MAX_BLOCK_ROWS, 0};
     const int64_t wanted = (a.num_threads * TASKS_PER_THREAD + plan.num_blocks - 1) / plan.num_blocks;
     // Even, so that a single row finds pairs of panels.
     plan.task_panels = std::max<int64_t>(2, std::min<int64_t>(TASK_PANELS, (plan.num_panels + wanted - 1) / wanted + 1) / 2 * 2);
