@@ -32,7 +32,7 @@ constexpr int FIRST_ROWS = 4;        // of more: those that do, which leaves reg
 constexpr int TILE_K = 4096 / PANEL; // 16 KiB of fp32
 constexpr int MAX_BLOCK_ROWS = 132;  // rows x TILE_K stay in the second-level cache
 constexpr int TASK_PANELS = 8;       // most panels of a task
-constexpr int TASKS_PER_THREAD = 4;
+constexpr int TASK_SHARE = 2;        // a task is at most this part of what is left for each thread, so that all end at about the same time
 constexpr int PREFETCH_BYTES = 1024; // ahead: the processor's own prefetching stops at the end of each page
 typedef Vector<W>::I I;
 typedef Vector<W>::U U;
@@ -146,8 +146,21 @@ template <class Format> void expand(const char* group, const float* x, int64_t s
 
 struct Plan {
     const Arguments& a;
-    int64_t num_panels, num_blocks, task_panels;
-    std::atomic<int64_t> next{0};
+    int64_t num_panels, num_blocks;
+    std::atomic<int64_t> next{0};  // panel, counted over all blocks
+
+    // Whole pairs of panels, since a single row takes two at once. Returns how many from `first` on; 0: nothing is left.
+    int64_t take(int64_t& first) {
+        int64_t count;
+        first = next.load(std::memory_order_relaxed);
+        do {
+            const int64_t left = num_panels * num_blocks - first;
+            if (left <= 0) return 0;
+            count = std::max<int64_t>(1, std::min<int64_t>(TASK_PANELS, left / (TASK_SHARE * a.num_threads)) / 2) * 2;
+            count = std::min(count, num_panels - first % num_panels);
+        } while (!next.compare_exchange_weak(first, first + count, std::memory_order_relaxed));
+        return count;
+    }
 };
 
 inline void finish(const Arguments& a, int64_t row, int64_t panel, const float* sums) {
@@ -210,10 +223,9 @@ template <class Format> void tiled(const Plan& plan, int64_t block, int64_t pane
 
 template <class Format> void work(void* data) {
     Plan& plan = *(Plan*)data;
-    const int64_t tasks_per_block = (plan.num_panels + plan.task_panels - 1) / plan.task_panels, num_tasks = plan.num_blocks * tasks_per_block;
-    for (int64_t i; (i = plan.next.fetch_add(1, std::memory_order_relaxed)) < num_tasks;) {
-        int64_t panel = i % tasks_per_block * plan.task_panels;
-        const int64_t end = std::min(plan.num_panels, panel + plan.task_panels);
+    for (int64_t first, count; (count = plan.take(first));) {
+        int64_t panel = first % plan.num_panels;
+        const int64_t end = panel + count;
         switch (plan.a.num_rows) {
             case 1:  // two panels at once: else each sum would wait for the one before it
                 panel = direct_panels<Format, 1, 2>(plan, panel, end);
@@ -224,7 +236,7 @@ template <class Format> void work(void* data) {
             case 4: direct_panels<Format, 4, 1>(plan, panel, end); break;
             case 5: direct_panels<Format, 5, 1>(plan, panel, end); break;
             case DIRECT_ROWS: direct_panels<Format, DIRECT_ROWS, 1>(plan, panel, end); break;
-            default: tiled<Format>(plan, i / tasks_per_block, panel, end);
+            default: tiled<Format>(plan, first / plan.num_panels, panel, end);
         }
     }
 }
@@ -403,10 +415,7 @@ EXPORT void cpu_linear_rows(const Weight* weight, const int64_t* rows, int64_t n
 EXPORT const char* cpu_linear(const Arguments* arguments) {
     const Arguments& a = *arguments;
     if (!a.num_rows) return nullptr;
-    Plan plan{a, (a.weight->num_outputs + PANEL - 1) / PANEL, (a.num_rows + MAX_BLOCK_ROWS - 1) / MAX_BLOCK_ROWS, 0};
-    const int64_t wanted = (a.num_threads * TASKS_PER_THREAD + plan.num_blocks - 1) / plan.num_blocks;
-    // Even, so that a single row finds pairs of panels.
-    plan.task_panels = std::max<int64_t>(2, std::min<int64_t>(TASK_PANELS, (plan.num_panels + wanted - 1) / wanted + 1) / 2 * 2);
+    Plan plan{a, (a.weight->num_outputs + PANEL - 1) / PANEL, (a.num_rows + MAX_BLOCK_ROWS - 1) / MAX_BLOCK_ROWS};
     bool is_known = with_format(a.weight->format, [&](auto block) { a.run_on_threads(work<decltype(block)>, &plan, (int)a.num_threads); });
     return is_known ? nullptr : "cpu_linear: unknown weight format";
 }
