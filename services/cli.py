@@ -46,6 +46,12 @@ def up(
     tensor_parallel: Annotated[
         int | None, typer.Option(min=1, help="Processes (on GPUs: one for each) that share each layer; with --aggregated. Default: 1.")
     ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="auto, cpu, cuda or cuda:N. Default: auto, GPUs where there are some; workers are spread over them.")
+    ] = None,
+    gpu_memory_utilization: Annotated[
+        float | None, typer.Option(help="Part of a GPU's memory that the workers on it take together. Default: 0.9.")
+    ] = None,
     transport: Annotated[str | None, typer.Option(help="How KV travels: cuda, shm, ipc or tcp. Default: the fastest.")] = None,
     load_format: Annotated[str | None, typer.Option(help="dummy: random weights, for a directory that has none.")] = None,
     kv_wire_dtype: Annotated[str | None, typer.Option(help="How KV values travel: auto (unchanged) or fp8 (a quarter of fp32).")] = None,
@@ -69,6 +75,8 @@ def up(
         host=host,
         port=port,
         aggregated=aggregated or None,
+        device=device,
+        gpu_memory_utilization=gpu_memory_utilization,
         api_keys=_joined(api_key),
         kv_transport=transport,
         kv_wire_dtype=kv_wire_dtype,

@@ -46,6 +46,8 @@ class WorkerRecord(BaseModel):
     model_fingerprint: str
     dtype: str
     kv_wire_dtype: Literal["auto", "fp8"] = "auto"
+    device: str = ""
+    """What it computes on: cpu, or cuda:N, the first of its ranks' GPUs as its own host counts them."""
     block_size: int
     tensor_parallel_size: int = 1
     num_blocks: int

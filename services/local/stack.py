@@ -18,14 +18,15 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from services.local.child import Child
+from services.local.placement import Place, WorkerGroup, place_workers
 from services.local.ports import check_port, free_port
 from services.local.redis_server import check_reachable, server_command
 from shared.available_cpus import available_cpus
 from shared.available_memory import available_memory_bytes
-from shared.config import Role, Settings, load_settings
+from shared.config import CPU_KV_CACHE_GIB, Role, Settings, load_settings
 from shared.errors import ConfigurationError
 from shared.model_files.model_source import ModelSource, resolve_model
-from shared.nvidia_driver import may_use_gpu
+from shared.nvidia_driver import count_gpus, may_use_gpu
 from shared.worker.process import on_termination
 
 _API_KEYS = "PAGEWIRE_API_KEYS"
@@ -123,7 +124,8 @@ class Stack:
                 continue  # its weights and blocks take the GPU's memory, which it looks at itself
             itemsize = 2 if settings.dtype in ("bfloat16", "float16") else 4
             num_ranks, block_nbytes = settings.tensor_parallel_size, source.config.kv_bytes_per_token(itemsize) * settings.block_size
-            kv_nbytes = settings.num_blocks * block_nbytes if settings.num_blocks else num_ranks * int(settings.kv_cache_gib * (1 << 30))
+            kv_cache_gib = settings.kv_cache_gib or CPU_KV_CACHE_GIB
+            kv_nbytes = settings.num_blocks * block_nbytes if settings.num_blocks else num_ranks * int(kv_cache_gib * (1 << 30))
             is_stored = num_ranks == 1 and itemsize == 4 and settings.cpu_weights in ("auto", "stored") and source.format != "dummy"
             weights_nbytes = source.num_stored_bytes if is_stored else source.num_parameters * itemsize
             needed += count * (weights_nbytes + kv_nbytes)
@@ -136,7 +138,8 @@ class Stack:
 
     def _environ(self) -> dict[str, str]:
         """For every service, with what was settled here; a setting of one role still comes first, where it may."""
-        names = ("model", "kv_transport", "load_format", "kv_wire_dtype", "kv_host_cache_gib", "cpu_weights", "tensor_parallel_size")
+        names = ("model", "device", "gpu_memory_utilization", "kv_transport", "load_format", "kv_wire_dtype", "kv_host_cache_gib",
+                 "cpu_weights", "tensor_parallel_size")  # fmt: skip
         return {**os.environ, **{f"PAGEWIRE_{name.upper()}": str(getattr(self._settings, name)) for name in names}}
 
     def _start(self, redis_url: str | None) -> None:
@@ -149,12 +152,12 @@ class Stack:
         # A Redis of the user's may serve other stacks too: their workers must not be taken for ours.
         suffix = "" if self._redis is not None else f"@{socket.gethostname()}:{settings.port}"
         # Workers before the router: they take longest.
-        counts: dict[Literal["prefill", "decode"], int] = {"prefill": plan.num_prefill, "decode": plan.num_decode}
-        for role, count in counts.items():
-            num_threads = settings.num_threads or max(1, available_cpus() // max(1, count * settings.tensor_parallel_size))
-            for index in range(count):
+        for role, places in self._places().items():
+            num_threads = settings.num_threads or max(1, available_cpus() // max(1, len(places) * settings.tensor_parallel_size))
+            for index, place in enumerate(places):
                 name = f"{role}-{index}"
                 extra = {"PAGEWIRE_WORKER_ID": name + suffix, "PAGEWIRE_NUM_THREADS": str(num_threads)}
+                extra |= {"PAGEWIRE_DEVICE": place.device, "PAGEWIRE_NUM_GPU_WORKERS": str(place.num_gpu_workers)}
                 extra |= _kv_ports(role, index, plan.num_decode)
                 self._add(role, name, redis_url, extra)
         extra = {"PAGEWIRE_HOST": settings.host, "PAGEWIRE_PORT": str(settings.port), "PAGEWIRE_AGGREGATED": str(settings.aggregated)}
@@ -162,12 +165,22 @@ class Stack:
             extra[_API_KEYS] = settings.api_keys.get_secret_value()
         self._add("router", "router", redis_url, extra)
 
+    def _places(self) -> dict[Literal["prefill", "decode"], list[Place]]:
+        plan = self._plan
+        of_prefill, of_decode = self._of_role("prefill"), self._of_role("decode")
+        prefill = WorkerGroup(plan.num_prefill, of_prefill.device, of_prefill.tensor_parallel_size)
+        decode = WorkerGroup(plan.num_decode, of_decode.device, of_decode.tensor_parallel_size)
+        num_gpus = count_gpus() if any(may_use_gpu(group.device) for group in (prefill, decode)) else 0
+        prefill_places, decode_places = place_workers(prefill, decode, num_gpus)
+        return {"prefill": prefill_places, "decode": decode_places}
+
     def _add(self, role: str, name: str, redis_url: str, extra: dict[str, str]) -> None:
         # The terminal is for the user: what services log as information is shown on request (PAGEWIRE_LOG_LEVEL=info).
         environ = {"PAGEWIRE_LOG_LEVEL": "warning", **_without_keys(self._environ()), **extra}
         environ |= {"REDIS_URL": redis_url, "PAGEWIRE_REDIS_URL": redis_url}
         # What was settled here must not be settled otherwise for one role.
-        for setting in ("MODEL", "REDIS_URL", "HOST", "PORT", "WORKER_ID", "AGGREGATED", "TENSOR_PARALLEL_SIZE"):
+        for setting in ("MODEL", "REDIS_URL", "HOST", "PORT", "WORKER_ID", "AGGREGATED", "TENSOR_PARALLEL_SIZE", "DEVICE",
+                        "NUM_GPU_WORKERS"):  # fmt: skip
             environ.pop(f"PAGEWIRE_{role.upper()}_{setting}", None)
         child = Child(name, [sys.executable, "-m", f"services.{role}"], environ)
         child.start()
@@ -198,11 +211,14 @@ class Stack:
         body = json.dumps({"model": self._model_name, "prompt": "1, 2, 3, 4, 5,", "max_tokens": 24, "temperature": 0})
         if self._plan.is_json:
             pids = {child.name: child.pid for child in [*self._services, *([self._redis] if self._redis else [])]}
-            self._emit({"event": "ready", "url": url, "model": self._model_name, "pids": pids})
+            devices = {child.name: child.device for child in self._services if child.device is not None}
+            self._emit({"event": "ready", "url": url, "model": self._model_name, "pids": pids, "devices": devices})
             return
         needs_key = self._settings.api_keys is not None or self._settings.api_keys_file is not None
         key = ' -H "Authorization: Bearer $PAGEWIRE_API_KEY"' if needs_key else ""
         self._console.print(f"[bold green]ready[/]  {url}  {self._model_name}", markup=True)
+        placed = ", ".join(f"{child.name} {child.device}" for child in self._services if child.device is not None)
+        self._console.print(f"on:    {placed}", markup=False)
         self._console.print(f"try:   curl -s {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'", markup=False)
         self._console.print("stop:  Ctrl-C", markup=False)
 

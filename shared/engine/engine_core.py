@@ -19,13 +19,15 @@ from shared.cache.block_pool import BlockPool
 from shared.cache.host_tier import HostTier
 from shared.cache.kv_cache_manager import KVCacheManager
 from shared.cache.prefix_index import Tier
-from shared.config import Settings
+from shared.config import CPU_KV_CACHE_GIB, Settings
 from shared.engine.device import default_dtype, select_device
 from shared.engine.host_block_store import new_host_block_store
 from shared.engine.kv_cache import KVCache
 from shared.engine.layer_groups import OnLayers, num_groups
 from shared.engine.layers.linear import Weights
+from shared.engine.memory_profile import PROFILE_NUM_BLOCKS, profile_memory
 from shared.engine.model_runner import ModelRunner
+from shared.engine.models.causal_lm import CausalLM
 from shared.engine.models.registry import build_model
 from shared.engine.prompt_logprobs import score_prompts
 from shared.engine.rotary import RotaryTables
@@ -91,13 +93,14 @@ class EngineCore:
         self.dtype = default_dtype(self.device) if settings.dtype == "auto" else getattr(torch, settings.dtype)
         self.dtype_name = str(self.dtype).removeprefix("torch.")
         torch.set_num_threads(settings.num_threads or max(1, available_cpus() // settings.tensor_parallel_size))
-        num_blocks = self._num_blocks()
-        self.max_model_len = min(
-            self.config.max_model_len, settings.max_model_len or self.config.max_model_len, num_blocks * settings.block_size
-        )
+        num_blocks = self._asked_num_blocks()
+        self.max_model_len = min(self.config.max_model_len, settings.max_model_len or self.config.max_model_len)
+        if num_blocks is not None:
+            self.max_model_len = min(self.max_model_len, num_blocks * settings.block_size)
         self._followers: Followers | None = None
         if self.shard is not None:
-            self._followers = Followers(settings, self.dtype_name, self.device, num_blocks, self.max_model_len)
+            first_num_blocks = PROFILE_NUM_BLOCKS if num_blocks is None else num_blocks
+            self._followers = Followers(settings, self.dtype_name, self.device, first_num_blocks, self.max_model_len)
         self.is_broken = False
         """A rank may have stopped in the middle of a step: no other can be computed."""
         try:
@@ -110,7 +113,7 @@ class EngineCore:
     def _set_up(
         self,
         source: ModelSource,
-        num_blocks: int,
+        num_blocks: int | None,
         on_cached: Callable[[Iterable[BlockHash], Tier], None],
         on_evicted: Callable[[Iterable[BlockHash]], None],
         progress: Callable[[float], None] | None,
@@ -131,9 +134,12 @@ class EngineCore:
                 weights = Weights(load_weights(source, self.dtype, self.device, progress, pending, self.shard))
             else:
                 weights = load_for_cpu(source, storage, progress, pending)
-        self._check_room(num_blocks)
+        if num_blocks is not None:
+            self._check_room(num_blocks)
         reduce = self._followers.join() if self._followers is not None else None
         model = build_model(self._rank_config, weights, RotaryTables(self.config, self.max_model_len, self.device), reduce)
+        if num_blocks is None:
+            num_blocks = self._profiled_num_blocks(model)
         self.cache = KVCache(self._rank_config, num_blocks, settings.block_size, self.dtype, self.device, is_cache_shared)
         self.root = KVFormat(self.dtype_name, settings.block_size, settings.kv_wire_dtype).root(source.fingerprint)
         host_tier = self._new_host_tier()
@@ -163,14 +169,30 @@ class EngineCore:
         self.num_steps = 0
         self._warm_up()
 
-    def _num_blocks(self) -> int:
+    def _asked_num_blocks(self) -> int | None:
+        """None: as many as the GPU has room for."""
         settings = self.settings
-        block_nbytes = self._block_nbytes
-        num_blocks = settings.num_blocks or int(settings.kv_cache_gib * (1 << 30)) // block_nbytes
+        if settings.num_blocks is not None:
+            return settings.num_blocks
+        if settings.kv_cache_gib is None and self.device.type == "cuda":
+            return None
+        block_nbytes, gib = self._block_nbytes, settings.kv_cache_gib or CPU_KV_CACHE_GIB
+        num_blocks = int(gib * (1 << 30)) // block_nbytes
         if num_blocks < 2:
-            raise ConfigurationError(
-                f"kv_cache_gib = {settings.kv_cache_gib} holds {num_blocks} blocks of {block_nbytes >> 10} KiB; 2 are the least"
-            )
+            raise ConfigurationError(f"kv_cache_gib = {gib} holds {num_blocks} blocks of {block_nbytes >> 10} KiB; 2 are the least")
+        return num_blocks
+
+    def _profiled_num_blocks(self, model: CausalLM) -> int:
+        """Ends with a model whose longest sequence fits into them."""
+        settings = self.settings
+        cache = KVCache(self._rank_config, PROFILE_NUM_BLOCKS, settings.block_size, self.dtype, self.device)
+        before_step = self._followers.step if self._followers is not None else lambda _step: None
+        profile = profile_memory(model, settings, self.max_model_len, cache, before_step)
+        num_blocks = profile.num_blocks(self._block_nbytes, settings.gpu_memory_utilization, settings.num_gpu_workers)
+        if self._followers is not None:
+            self._followers.new_cache(num_blocks)
+        self.max_model_len = min(self.max_model_len, num_blocks * settings.block_size)
+        logger.info("%d KV blocks of %d KiB by %s", num_blocks, self._block_nbytes >> 10, profile)
         return num_blocks
 
     @property

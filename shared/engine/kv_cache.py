@@ -87,7 +87,8 @@ class KVCache:
 
 def _sums_on_gpu(settings: Settings) -> bool:
     """Two processes that compute on one GPU take turns: then each checksum makes the other wait."""
-    return settings.kv_checksum_device == "cuda" or (settings.kv_checksum_device == "auto" and torch.cuda.device_count() > 1)
+    is_own = settings.num_gpu_workers == 1 and torch.cuda.device_count() > 1
+    return settings.kv_checksum_device == "cuda" or (settings.kv_checksum_device == "auto" and is_own)
 
 
 def _new_segment(size_bytes: int) -> SharedSegment | None:

@@ -325,6 +325,7 @@ class WorkerLoop(ABC):
             model_fingerprint=self._source.fingerprint,
             dtype=self.engine.dtype_name,
             kv_wire_dtype=self.settings.kv_wire_dtype,
+            device=str(self.engine.device),
             block_size=self.settings.block_size,
             tensor_parallel_size=self.settings.tensor_parallel_size,
             num_blocks=len(self.engine.manager.pool.blocks),

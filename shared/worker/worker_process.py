@@ -61,7 +61,7 @@ def run_worker(role: str, settings: Settings, build: Callable[[], BuildWorker]) 
             print(f"pagewire {role}: {error.message}", file=sys.stderr)
         return error.exit_code
     on_termination(worker.stop)
-    report_status("ready")
+    report_status(f"ready {worker.record().device}")
     try:
         worker.run()
     finally:

@@ -72,7 +72,11 @@ def _serve(channel: RankChannel, setup: RankSetup) -> None:
         if kind is Kind.STEP:
             runner.forward(StepInput.unpack(payload))
         elif kind is Kind.COPY_BLOCK:
-            cache.copy_block(*struct.unpack("<2q", payload))
+            runner.cache.copy_block(*struct.unpack("<2q", payload))
+        elif kind is Kind.NEW_CACHE:
+            (num_blocks,) = struct.unpack("<q", payload)
+            torch.cuda.empty_cache()  # what the step of the memory profile took
+            runner = ModelRunner(model, KVCache(config, num_blocks, settings.block_size, dtype, device))
 
 
 if __name__ == "__main__":

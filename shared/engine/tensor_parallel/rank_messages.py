@@ -22,6 +22,8 @@ class Kind(IntEnum):
     """StepInput: compute it."""
     COPY_BLOCK = 4
     """Two int64: copy the first block over the second."""
+    NEW_CACHE = 5
+    """One int64: from now on the KV cache has so many blocks; what was in it is gone."""
 
 
 class RankSetup(BaseModel):

@@ -21,7 +21,13 @@ from test_engine_core import engine_for, greedy
 from test_model_families import TOLERANCE, difference, prompt_of
 
 from shared.batch import SchedulerOutput
+from shared.config import Settings
+from shared.engine import engine_core
 from shared.engine.engine_core import EngineCore
+from shared.engine.kv_cache import KVCache
+from shared.engine.memory_profile import GRAPHS_NBYTES, MemoryProfile, largest_step
+from shared.engine.model_runner import ModelRunner
+from shared.engine.models.causal_lm import CausalLM
 from shared.engine.step_input import StepInput
 from shared.engine.tensor_parallel import collectives, followers
 from shared.engine.tensor_parallel.sharding import Shard
@@ -72,6 +78,27 @@ def test_ranks_together_give_the_logits_and_tokens_of_one(tmp_path: Path, name: 
 def llama(tmp_path: Path) -> tuple[ModelSource, Path]:
     write_model(make_model(CASES["llama"]), tmp_path)
     return resolve_model(str(tmp_path)), tmp_path
+
+
+def test_ranks_take_part_in_the_memory_profile_and_get_the_cache_that_it_gives(
+    llama: tuple[ModelSource, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on GPUs, where the number of blocks is known last; what is free is made up here."""
+    source, path = llama
+    expected, _ = greedy(engine_for(source, num_blocks=200, num_threads=1), PROMPTS, 4)
+    room_nbytes = 200 * KVCache.bytes_per_block(source.config, 4, 4)
+
+    def profile(model: CausalLM, settings: Settings, max_model_len: int, cache: KVCache, before_step: Any) -> MemoryProfile:
+        step = largest_step(settings.max_num_batched_tokens, settings.max_num_seqs, max_model_len, settings.block_size)
+        before_step(step)
+        ModelRunner(model, cache).forward(step)
+        return MemoryProfile(1 << 40, room_nbytes + GRAPHS_NBYTES, 0, 0)
+
+    monkeypatch.setattr(EngineCore, "_asked_num_blocks", lambda _self: None)
+    monkeypatch.setattr(engine_core, "profile_memory", profile)
+    with engine_of(2, source, path) as engine:
+        assert len(engine.manager.pool.blocks) == 2 * 200, "each rank has half of the heads"
+        assert greedy(engine, PROMPTS, 4)[0] == expected
 
 
 def test_a_block_that_is_copied_is_copied_on_every_rank(llama: tuple[ModelSource, Path]) -> None:
