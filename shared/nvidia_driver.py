@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 
 _VERSION = Path("/proc/driver/nvidia/version")
+_DRIVER_LIBRARY = "libcuda.so.1"
 logger = logging.getLogger(__name__)
 
 
@@ -26,7 +27,7 @@ def count_gpus() -> int:
     if not _VERSION.exists():
         return 0
     try:
-        driver = ctypes.CDLL("libcuda.so.1")
+        driver = ctypes.CDLL(_DRIVER_LIBRARY)
     except OSError as error:
         logger.warning("there is an NVIDIA driver, but its library cannot be loaded: %s", error)
         return 0

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from services.local import stack
 from services.local.placement import WorkerGroup, place_workers
+from services.local.stack import Stack, StackPlan
+from shared.config import load_settings
 
 
 def placed(
@@ -102,3 +105,42 @@ def test_a_named_gpu_is_that_of_its_role_and_left_alone_by_the_other() -> None:
 def test_a_role_on_the_cpu_takes_no_gpu() -> None:
     assert placed(2, 2, 2, ("cpu", "cuda")) == (["cpu", "cpu"], on(0, 1))
     assert shared(2, 1, 1, ("cpu", "cuda")) == [[1, 1], [1]]
+
+
+class _Started:
+    """A child that is only noted."""
+
+    def __init__(self, name: str, _command: list[str], environ: dict[str, str], reports_status: bool = True) -> None:
+        self.name, self.environ, self.reports_status = name, environ, reports_status
+
+    def start(self) -> None:
+        pass
+
+
+def started(monkeypatch: pytest.MonkeyPatch, num_gpus: int, num_decode: int, **settings: str) -> dict[str, dict[str, str]]:
+    monkeypatch.setattr(stack, "Child", _Started)
+    monkeypatch.setattr(stack, "count_gpus", lambda: num_gpus)
+    monkeypatch.setattr(stack, "may_use_gpu", lambda device: device != "cpu")
+    launcher = Stack(StackPlan(load_settings("router", **settings), 1, num_decode, "redis://127.0.0.1:1", is_json=True))
+    launcher._start("redis://127.0.0.1:1")
+    return {child.name: child.environ for child in launcher._services if isinstance(child, _Started)}
+
+
+def test_the_launcher_tells_each_worker_its_gpu_and_hides_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    environs = started(monkeypatch, 2, 2, device="cuda", gpu_memory_utilization="0.8")
+    found = {
+        name: load_settings("prefill" if "prefill" in name else "decode", environ) for name, environ in environs.items() if name != "router"
+    }
+    assert {name: (settings.device, settings.num_gpu_workers) for name, settings in found.items()} == {
+        "prefill-0": ("cuda:0", 1), "decode-0": ("cuda:1", 2), "decode-1": ("cuda:1", 2),
+    }  # fmt: skip
+    assert {settings.gpu_memory_utilization for settings in found.values()} == {0.8}
+    assert all("CUDA_VISIBLE_DEVICES" not in environ for environ in environs.values())
+
+
+def test_a_device_of_one_role_holds_for_that_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEWIRE_PREFILL_DEVICE", "cuda:1")
+    environs = started(monkeypatch, 2, 1)
+    assert load_settings("prefill", environs["prefill-0"]).device == "cuda:1"
+    assert load_settings("decode", environs["decode-0"]).device == "auto:0"
