@@ -51,7 +51,7 @@ CXX_FLAGS = (
 )  # fmt: skip
 MODULES = (
     "checked_copy", "cpu_thread_pool", "cpu_attention", "cpu_linear", "cpu_elementwise", "cpu_rotary_embedding", "cpu_sampling",
-    "cache_ops", "piece_transfer", "device_memory", "rms_norm", "rotary_embedding", "silu_and_mul", "paged_attention",
+    "cache_ops", "piece_transfer", "device_memory", "rms_norm", "rotary_embedding", "silu_and_mul", "quantize_rows", "paged_attention",
     "flash_attention_sm90", "sampling",
 )  # fmt: skip
 """Files of this package that name, in `libraries()`, what a server may load."""

@@ -59,6 +59,9 @@ def up(
     cpu_weights: Annotated[
         str | None, typer.Option(help="Weights on a CPU: stored (as the model file has them; the default), fp16 or fp32.")
     ] = None,
+    quantization: Annotated[
+        str | None, typer.Option(help="fp8: matrices of the layers as E4M3, for GPUs of Hopper and later. Default: none.")
+    ] = None,
     redis: RedisUrl = None,
     api_key: ApiKeys = None,
     as_json: Json = False,
@@ -84,6 +87,7 @@ def up(
         load_format=load_format,
         tensor_parallel_size=tensor_parallel,
         cpu_weights=cpu_weights,
+        quantization=quantization,
     )
     if settings.tensor_parallel_size > 1 and not settings.aggregated:
         raise ConfigurationError("--tensor-parallel needs --aggregated: KV of several ranks cannot go from one worker to another yet")

@@ -43,6 +43,11 @@ class Settings(BaseModel):
         description="weights of an engine on a CPU. stored: as the model file has them, expanded on the fly; fp16: rounded to that; fp32; "
         "auto: stored",
     )
+    quantization: Literal["fp8"] | None = Field(
+        None,
+        description="fp8: matrices of the layers as E4M3 with a factor for each output; a bf16 engine on a GPU of Hopper or later "
+        "multiplies in FP8, others save memory alone",
+    )
     tensor_parallel_size: int = Field(
         1, ge=1, le=64, description="decode in aggregated mode: processes, on GPUs one for each, that share each layer of the model"
     )

@@ -87,7 +87,7 @@ class Stack:
         """A router refuses workers whose blocks are not what it expects, and would wait for others for ever."""
         roles: tuple[Role, ...] = ("router", "prefill", "decode")
         per_role = [load_settings(role) for role in roles]
-        for name in ("block_size", "dtype"):
+        for name in ("block_size", "dtype", "quantization"):
             values = [getattr(settings, name) for settings in per_role]
             if len(set(values)) > 1:
                 found = ", ".join(f"{role} {value}" for role, value in zip(roles, values, strict=True))
@@ -127,7 +127,8 @@ class Stack:
             kv_cache_gib = settings.kv_cache_gib or CPU_KV_CACHE_GIB
             kv_nbytes = settings.num_blocks * block_nbytes if settings.num_blocks else num_ranks * int(kv_cache_gib * (1 << 30))
             is_stored = num_ranks == 1 and itemsize == 4 and settings.cpu_weights in ("auto", "stored") and source.format != "dummy"
-            weights_nbytes = source.num_stored_bytes if is_stored else source.num_parameters * itemsize
+            is_stored = is_stored and settings.quantization is None
+            weights_nbytes = source.num_stored_bytes if is_stored else source.num_weight_bytes(itemsize, settings.quantization)
             needed += count * (weights_nbytes + kv_nbytes)
         if needed > available:
             raise ConfigurationError(
@@ -139,8 +140,9 @@ class Stack:
     def _environ(self) -> dict[str, str]:
         """For every service, with what was settled here; a setting of one role still comes first, where it may."""
         names = ("model", "device", "gpu_memory_utilization", "kv_transport", "load_format", "kv_wire_dtype", "kv_host_cache_gib",
-                 "cpu_weights", "tensor_parallel_size")  # fmt: skip
-        return {**os.environ, **{f"PAGEWIRE_{name.upper()}": str(getattr(self._settings, name)) for name in names}}
+                 "cpu_weights", "quantization", "tensor_parallel_size")  # fmt: skip
+        values = {name: getattr(self._settings, name) for name in names}
+        return {**os.environ, **{f"PAGEWIRE_{name.upper()}": "" if value is None else str(value) for name, value in values.items()}}
 
     def _start(self, redis_url: str | None) -> None:
         plan, settings = self._plan, self._settings

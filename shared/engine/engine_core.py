@@ -24,7 +24,6 @@ from shared.engine.device import default_dtype, select_device
 from shared.engine.host_block_store import new_host_block_store
 from shared.engine.kv_cache import KVCache
 from shared.engine.layer_groups import OnLayers, num_groups
-from shared.engine.layers.linear import Weights
 from shared.engine.memory_profile import PROFILE_NUM_BLOCKS, profile_memory
 from shared.engine.model_runner import ModelRunner
 from shared.engine.models.causal_lm import CausalLM
@@ -131,7 +130,7 @@ class EngineCore:
                 builder.submit(cpu_elementwise.prepare)
             storage = cpu_storage(settings, self.dtype, self.device)
             if storage is None:
-                weights = Weights(load_weights(source, self.dtype, self.device, progress, pending, self.shard))
+                weights = load_weights(source, self.dtype, self.device, progress, pending, self.shard, settings.quantization)
             else:
                 weights = load_for_cpu(source, storage, progress, pending)
         if num_blocks is not None:

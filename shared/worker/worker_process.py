@@ -47,7 +47,8 @@ def run_worker(role: str, settings: Settings, build: Callable[[], BuildWorker]) 
     keep_freed_memory()
     tracer = telemetry.setup_tracing(f"pagewire-{role}")
     try:
-        source = resolve_model(settings.model, settings.load_format, settings.max_model_len).with_cpu_weights(settings.cpu_weights)
+        source = resolve_model(settings.model, settings.load_format, settings.max_model_len)
+        source = source.with_cpu_weights(settings.cpu_weights).with_quantization(settings.quantization)
         # Read what the engine is to convert while torch is being imported; "stored" weights are a copy of the file, made in a moment.
         is_converted = settings.dtype in ("auto", "float32") and settings.cpu_weights in ("fp16", "fp32")
         is_on_cpu = not may_use_gpu(settings.device) and source.format != "dummy"

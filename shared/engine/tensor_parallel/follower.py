@@ -15,7 +15,6 @@ import torch
 
 from shared.available_cpus import available_cpus
 from shared.engine.kv_cache import KVCache
-from shared.engine.layers.linear import Weights
 from shared.engine.model_runner import ModelRunner
 from shared.engine.models.registry import build_model
 from shared.engine.rotary import RotaryTables
@@ -61,7 +60,7 @@ def _serve(channel: RankChannel, setup: RankSetup) -> None:
     source = resolve_model(settings.model, settings.load_format, settings.max_model_len)
     dtype: torch.dtype = getattr(torch, setup.dtype)
     config = shard.config(source.config)
-    weights = Weights(load_weights(source, dtype, device, shard=shard))
+    weights = load_weights(source, dtype, device, shard=shard, quantization=settings.quantization)
     cache = KVCache(config, setup.num_blocks, settings.block_size, dtype, device)
     channel.send(Kind.READY)
     collectives = Collectives(shard, setup.store_port, device)
