@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from kernels import cpu_attention, cpu_elementwise, cpu_rotary_embedding, cpu_sampling, gpu_attention, sampling
@@ -17,9 +18,11 @@ from shared.batch import ScheduledRequest, SchedulerOutput
 from shared.block_hash import BlockHash
 from shared.cache.block_pool import BlockPool
 from shared.cache.host_tier import HostTier
-from shared.cache.kv_cache_manager import KVCacheManager
+from shared.cache.kv_cache_manager import KVCacheManager, cdiv
 from shared.cache.prefix_index import Tier
 from shared.config import CPU_KV_CACHE_GIB, Settings
+from shared.engine.decode_batch import UNKNOWN, BlockTableRows
+from shared.engine.decode_graphs import DecodeGraphs
 from shared.engine.device import default_dtype, select_device
 from shared.engine.host_block_store import new_host_block_store
 from shared.engine.kv_cache import KVCache
@@ -28,6 +31,7 @@ from shared.engine.memory_profile import PROFILE_NUM_BLOCKS, profile_memory
 from shared.engine.model_runner import ModelRunner
 from shared.engine.models.causal_lm import CausalLM
 from shared.engine.models.registry import build_model
+from shared.engine.overlapped_decode import DecodedStep, LaunchedStep, OverlappedDecode, decode_batch, is_decode
 from shared.engine.prompt_logprobs import score_prompts
 from shared.engine.rotary import RotaryTables
 from shared.engine.step_input import StepInput
@@ -164,9 +168,23 @@ class EngineCore:
             ),
         )
         self.num_layer_groups = num_groups(settings.kv_layer_groups, self.config.num_layers, self.device)
-        self.runner = ModelRunner(model, self.cache, self.num_layer_groups)
+        graphs = self._new_graphs(model)
+        self.runner = ModelRunner(model, self.cache, self.num_layer_groups, graphs)
+        self._tables = BlockTableRows(self.manager, settings.max_num_seqs, cdiv(self.max_model_len, settings.block_size))
+        self.overlapped: OverlappedDecode | None = None
+        """Where steps may be queued while others run."""
+        is_overlapped = settings.async_scheduling if settings.async_scheduling is not None else self.device.type == "cuda"
+        if is_overlapped and self.shard is None:
+            self.overlapped = OverlappedDecode(self.manager, self.scheduler, self.runner, self._tables, self.max_model_len)
         self.num_steps = 0
         self._warm_up()
+
+    def _new_graphs(self, model: CausalLM) -> DecodeGraphs | None:
+        # fp32 is the exact mode, whose attention is the prefill kernel's; sums over ranks are not captured.
+        is_capturable = self.device.type == "cuda" and self.dtype is not torch.float32 and model.is_capturable and self.shard is None
+        if not is_capturable or self.settings.enforce_eager:
+            return None
+        return DecodeGraphs(model, self.cache, self.settings.max_num_seqs, self.max_model_len)
 
     def _asked_num_blocks(self) -> int | None:
         """None: as many as the GPU has room for."""
@@ -256,6 +274,9 @@ class EngineCore:
         row_size = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         rows = torch.zeros(1, row_size, dtype=self.dtype, device=self.device)
         query = rows[:, : config.num_heads * config.head_dim].view(1, config.num_heads, config.head_dim)
+        if self.runner.graphs is not None:
+            with torch.inference_mode():
+                self.runner.graphs.prepare()
         for window in {config.sliding_window(layer) for layer in range(config.num_layers)}:
             gpu_attention.prepare(query, *self.cache.layer(0), sliding_window=window, soft_cap=config.attention_soft_cap)
 
@@ -274,6 +295,15 @@ class EngineCore:
 
     def _forward(self, output: SchedulerOutput, on_layers: OnLayers | None = None) -> torch.Tensor:
         """The last hidden states of the requests that complete, then those to score."""
+        if (
+            self.runner.graphs is not None
+            and on_layers is None
+            and is_decode(output)
+            and len(output.scheduled) <= self.settings.max_num_seqs
+        ):
+            token_ids = np.array([row.request.token_ids[row.start] for row in output.scheduled], np.int64)
+            sources = np.full(len(token_ids), UNKNOWN, np.int64)
+            return self.runner.decode(decode_batch(self._tables, output.scheduled, token_ids, sources, self.settings.block_size))
         step = StepInput.of(output, [self.manager.block_ids(row.request.request_id) for row in output.scheduled])
         if self._followers is None:
             return self.runner.forward(step, on_layers)
@@ -304,6 +334,24 @@ class EngineCore:
         if self.settings.debug:
             self.manager.check_invariants()
         return StepResult(output, hidden, prompt_logprobs, start_ns, time.time_ns())
+
+    def collect(self, step: LaunchedStep) -> DecodedStep:
+        """See OverlappedDecode.collect."""
+        assert self.overlapped is not None
+        result = self.overlapped.collect(step)
+        self.num_steps += 1
+        if self.settings.debug:
+            self.manager.check_invariants()
+        return result
+
+    def can_run_ahead(self, output: SchedulerOutput) -> bool:
+        """Its step may be queued by `overlapped.launch`."""
+        return (
+            self.overlapped is not None
+            and not output.preempted
+            and is_decode(output)
+            and len(output.scheduled) <= self.settings.max_num_seqs
+        )
 
     def close(self) -> None:
         """When nothing is to run any more: the other ranks end as well, if there are any. Safe to call again."""

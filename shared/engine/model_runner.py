@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from shared.engine.attention_metadata import AttentionMetadata
+from shared.engine.decode_batch import DecodeBatch
+from shared.engine.decode_graphs import DecodeGraphs
 from shared.engine.device import to_device
 from shared.engine.kv_cache import KVCache
 from shared.engine.layer_groups import LayerGroups, OnLayers
@@ -13,8 +15,11 @@ from shared.engine.step_input import StepInput
 
 
 class ModelRunner:
-    def __init__(self, model: CausalLM, cache: KVCache, num_layer_groups: int = 1) -> None:
+    """`graphs`: decode steps are replayed from these; None: their kernels are launched one by one."""
+
+    def __init__(self, model: CausalLM, cache: KVCache, num_layer_groups: int = 1, graphs: DecodeGraphs | None = None) -> None:
         self.model = model
+        self.graphs = graphs
         self.cache = cache
         self._num_layer_groups = num_layer_groups
         self._device = cache.tensor.device
@@ -34,8 +39,20 @@ class ModelRunner:
         return hidden
 
     @torch.inference_mode()
+    def decode(self, batch: DecodeBatch, previous: torch.Tensor | None = None) -> torch.Tensor:
+        """One token for each request of the batch; writes its KV. The last hidden states [len(batch), hidden_size], valid until the next
+        step. Waits for nothing where there are graphs. `previous`: the tokens of the step before, for rows that take theirs from it."""
+        if self.graphs is not None:
+            return self.graphs.run(batch, previous)
+        return self.forward(batch.step_input(previous))
+
+    @torch.inference_mode()
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.model.compute_logits(hidden)
+
+    @torch.inference_mode()
+    def compute_raw_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.model.compute_raw_logits(hidden)
 
     def wait(self) -> None:
         """Until the device has done what it was given."""
