@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kernels import cpu_attention, cpu_elementwise, cpu_rotary_embedding, cpu_sampling, gpu_attention, sampling
+from kernels import cpu_attention, cpu_elementwise, cpu_rotary_embedding, cpu_sampling, engine_libraries, gpu_attention, sampling
 from kernels.checked_copy import compiled_copies
 from shared.available_cpus import available_cpus
 from shared.batch import ScheduledRequest, SchedulerOutput
@@ -44,6 +44,7 @@ from shared.model_files.model_source import ModelSource
 from shared.model_files.weight_reader import PendingWeights
 from shared.request import Request
 from shared.scheduler import Scheduler, SchedulerLimits
+from shared.startup_phase import startup_phase
 from shared.transport.protocol.kv_format import KVFormat
 
 logger = logging.getLogger(__name__)
@@ -132,18 +133,24 @@ class EngineCore:
                 builder.submit(cpu_rotary_embedding.prepare, self.dtype)
                 builder.submit(cpu_sampling.prepare)
                 builder.submit(cpu_elementwise.prepare)
-            storage = cpu_storage(settings, self.dtype, self.device)
-            if storage is None:
-                weights = load_weights(source, self.dtype, self.device, progress, pending, self.shard, settings.quantization)
             else:
-                weights = load_for_cpu(source, storage, progress, pending)
+                builder.submit(engine_libraries.prepare, self.config.head_dim, self.dtype)
+            storage = cpu_storage(settings, self.dtype, self.device)
+            with startup_phase("the weights"):
+                if storage is None:
+                    weights = load_weights(source, self.dtype, self.device, progress, pending, self.shard, settings.quantization)
+                else:
+                    weights = load_for_cpu(source, storage, progress, pending)
         if num_blocks is not None:
             self._check_room(num_blocks)
         reduce = self._followers.join() if self._followers is not None else None
-        model = build_model(self._rank_config, weights, RotaryTables(self.config, self.max_model_len, self.device), reduce)
+        with startup_phase("the model"):
+            model = build_model(self._rank_config, weights, RotaryTables(self.config, self.max_model_len, self.device), reduce)
         if num_blocks is None:
-            num_blocks = self._profiled_num_blocks(model)
-        self.cache = KVCache(self._rank_config, num_blocks, settings.block_size, self.dtype, self.device, is_cache_shared)
+            with startup_phase("the memory profile"):
+                num_blocks = self._profiled_num_blocks(model)
+        with startup_phase("the KV cache"):
+            self.cache = KVCache(self._rank_config, num_blocks, settings.block_size, self.dtype, self.device, is_cache_shared)
         self.root = KVFormat(self.dtype_name, settings.block_size, settings.kv_wire_dtype).root(source.fingerprint)
         host_tier = self._new_host_tier()
         pool = BlockPool(num_blocks, lambda h, tier: on_cached([h], tier), lambda h: on_evicted([h]), host_tier)
@@ -177,7 +184,8 @@ class EngineCore:
         if is_overlapped and self.shard is None:
             self.overlapped = OverlappedDecode(self.manager, self.scheduler, self.runner, self._tables, self.max_model_len)
         self.num_steps = 0
-        self._warm_up()
+        with startup_phase("the first steps"):
+            self._warm_up()
 
     def _new_graphs(self, model: CausalLM) -> DecodeGraphs | None:
         # fp32 is the exact mode, whose attention is the prefill kernel's; sums over ranks are not captured.
@@ -261,7 +269,8 @@ class EngineCore:
         sizes = GPU_WARM_UP_TOKENS if self.device.type == "cuda" else WARM_UP_TOKENS
         small, large = max(1, min(sizes[0], longest - 1)), min(sizes[1], longest)
         if self.device.type == "cuda":
-            self._prepare_gpu_kernels()
+            with startup_phase("kernels and graphs"):
+                self._prepare_gpu_kernels()
         self._time_step(large)
         timings = [(num_tokens, min(self._time_step(num_tokens) for _ in range(2))) for num_tokens in (small, large)]
         self.manager.num_queried_tokens = self.manager.num_hit_tokens = 0
