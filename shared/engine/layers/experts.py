@@ -38,6 +38,9 @@ class Experts:
                 start += count
         return out
 
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
+        residual += self(x)
+
 
 def take_experts(
     weights: Weights, config: ExpertsConfig, prefix: str, gate_up: Sequence[str] = ("gate_proj", "up_proj"), down: str = "down_proj"

@@ -31,6 +31,9 @@ class GatedMLP:
         """x: [num_tokens, hidden_size] -> the same shape."""
         return self.down(self.activation(self.gate_up(x)))
 
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
+        self.down.add_to(residual, self.activation(self.gate_up(x)))
+
 
 def take_gated_mlp(
     weights: Weights,

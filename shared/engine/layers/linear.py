@@ -44,6 +44,9 @@ class Linear(Protocol):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [num_tokens, in_features] -> [num_tokens, out_features]."""
 
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
+        """residual += self(x), in place."""
+
 
 @dataclass(frozen=True)
 class DenseLinear:
@@ -52,6 +55,12 @@ class DenseLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight, self.bias)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
+        if residual.is_cuda and self.bias is None:
+            residual.addmm_(x, self.weight.t())  # in the product's own kernel, before its sum is rounded
+        else:
+            residual += self(x)
 
 
 @dataclass(frozen=True)
@@ -68,6 +77,9 @@ class PackedLinear:
         for weight, bias, part in zip(self.weights, self.biases, columns, strict=True):
             weight.linear(x, part, bias)
         return out
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
+        residual += self(x)
 
 
 def take_linear(weights: Weights, names: Sequence[str]) -> Linear:
