@@ -55,3 +55,6 @@ class FP8Linear:
             values, self._weight.values.t(), row_factors, self._column_factors, out_dtype=torch.bfloat16, use_fast_accum=True
         )
         return out if self._bias is None else out + self._bias
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
+        residual += self(x)
