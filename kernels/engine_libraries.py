@@ -11,14 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from kernels.build import KernelBuildError, Library, all_libraries, build, cache_folder, device_arch, find_prebuilt
-from kernels.kv_cache_format import SCALARS
+from kernels.kv_cache_format import FP8_KINDS, SCALARS
 
 logger = logging.getLogger(__name__)
 
 
-def engine_libraries(head_dim: int, dtype: torch.dtype, arch: str) -> list[Library]:
-    """What an engine with this head size and type loads on a GPU of `arch`; attention for head sizes that are seldom is not among them."""
-    wanted: Mapping[str, int | str] = {"HEAD_SIZE": head_dim, "SCALAR": SCALARS[dtype], "KV_CACHE": 0}
+def engine_libraries(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype, arch: str) -> list[Library]:
+    """What an engine with this head size and types loads on a GPU of `arch`; attention for head sizes that are seldom is not among them."""
+    wanted: Mapping[str, int | str] = {"HEAD_SIZE": head_dim, "SCALAR": SCALARS[dtype], "KV_CACHE": FP8_KINDS.get(kv_dtype, 0)}
     return [
         library
         for library in all_libraries()
@@ -28,10 +28,10 @@ def engine_libraries(head_dim: int, dtype: torch.dtype, arch: str) -> list[Libra
     ]
 
 
-def prepare(head_dim: int, dtype: torch.dtype) -> None:
+def prepare(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     """Compile those that are missing. Whoever then loads one that could not be compiled gets the compiler's words."""
     arch = device_arch()
-    missing = [library for library in engine_libraries(head_dim, dtype, arch) if find_prebuilt(library, arch) is None]
+    missing = [library for library in engine_libraries(head_dim, dtype, kv_dtype, arch) if find_prebuilt(library, arch) is None]
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         for library in missing:
             pool.submit(_build, library, arch)

@@ -62,6 +62,9 @@ def up(
     quantization: Annotated[
         str | None, typer.Option(help="fp8: matrices of the layers as E4M3, for GPUs of Hopper and later. Default: none.")
     ] = None,
+    kv_cache_dtype: Annotated[
+        str | None, typer.Option(help="How KV stands in the cache: auto (the engine's dtype) or fp8, on a GPU. Default: auto.")
+    ] = None,
     redis: RedisUrl = None,
     api_key: ApiKeys = None,
     as_json: Json = False,
@@ -88,6 +91,7 @@ def up(
         tensor_parallel_size=tensor_parallel,
         cpu_weights=cpu_weights,
         quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
     )
     if settings.tensor_parallel_size > 1 and not settings.aggregated:
         raise ConfigurationError("--tensor-parallel needs --aggregated: KV of several ranks cannot go from one worker to another yet")

@@ -80,6 +80,9 @@ class Settings(BaseModel):
     kv_host_cache_gib: float = Field(
         0.0, ge=0, description="host memory of a worker for blocks that its KV cache evicts; they come back by hash. 0 = none"
     )
+    kv_cache_dtype: Literal["auto", "fp8"] = Field(
+        "auto", description="how a KV cache holds keys and values. auto: in the engine's dtype; fp8, on a GPU: as E4M3 without a factor"
+    )
     enable_prefix_caching: bool = True
 
     # Scheduling

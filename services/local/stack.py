@@ -139,8 +139,8 @@ class Stack:
 
     def _environ(self) -> dict[str, str]:
         """For every service, with what was settled here; a setting of one role still comes first, where it may."""
-        names = ("model", "device", "gpu_memory_utilization", "kv_transport", "load_format", "kv_wire_dtype", "kv_host_cache_gib",
-                 "cpu_weights", "quantization", "tensor_parallel_size")  # fmt: skip
+        names = ("model", "device", "gpu_memory_utilization", "kv_transport", "load_format", "kv_wire_dtype", "kv_cache_dtype",
+                 "kv_host_cache_gib", "cpu_weights", "quantization", "tensor_parallel_size")  # fmt: skip
         values = {name: getattr(self._settings, name) for name in names}
         return {**os.environ, **{f"PAGEWIRE_{name.upper()}": "" if value is None else str(value) for name, value in values.items()}}
 

@@ -49,6 +49,18 @@ def default_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
 
 
+def select_kv_dtype(settings: Settings, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Of the KV cache of an engine that computes in `dtype`. Raises ConfigurationError."""
+    if settings.kv_cache_dtype == "auto":
+        return dtype
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        raise ConfigurationError(
+            f"kv_cache_dtype = {settings.kv_cache_dtype!r} needs an NVIDIA GPU and dtype bfloat16 or float16, and this engine computes in "
+            f"{str(dtype).removeprefix('torch.')} on the {device.type}; leave it out"
+        )
+    return torch.float8_e4m3fn
+
+
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """`tensor` of the host; copied without waiting for the device."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

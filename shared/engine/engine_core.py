@@ -23,9 +23,9 @@ from shared.cache.prefix_index import Tier
 from shared.config import CPU_KV_CACHE_GIB, Settings
 from shared.engine.decode_batch import UNKNOWN, BlockTableRows
 from shared.engine.decode_graphs import DecodeGraphs
-from shared.engine.device import default_dtype, select_device
+from shared.engine.device import default_dtype, select_device, select_kv_dtype
 from shared.engine.host_block_store import new_host_block_store
-from shared.engine.kv_cache import KVCache
+from shared.engine.kv_cache import KVCache, kv_dtype_name
 from shared.engine.layer_groups import OnLayers, num_groups
 from shared.engine.memory_profile import PROFILE_NUM_BLOCKS, profile_memory
 from shared.engine.model_runner import ModelRunner
@@ -96,6 +96,7 @@ class EngineCore:
         self.device = select_device(settings, self._rank_config)
         self.dtype = default_dtype(self.device) if settings.dtype == "auto" else getattr(torch, settings.dtype)
         self.dtype_name = str(self.dtype).removeprefix("torch.")
+        self.kv_dtype = select_kv_dtype(settings, self.dtype, self.device)
         torch.set_num_threads(settings.num_threads or max(1, available_cpus() // settings.tensor_parallel_size))
         num_blocks = self._asked_num_blocks()
         self.max_model_len = min(self.config.max_model_len, settings.max_model_len or self.config.max_model_len)
@@ -134,7 +135,7 @@ class EngineCore:
                 builder.submit(cpu_sampling.prepare)
                 builder.submit(cpu_elementwise.prepare)
             else:
-                builder.submit(engine_libraries.prepare, self.config.head_dim, self.dtype)
+                builder.submit(engine_libraries.prepare, self.config.head_dim, self.dtype, self.kv_dtype)
             storage = cpu_storage(settings, self.dtype, self.device)
             with startup_phase("the weights"):
                 if storage is None:
@@ -150,8 +151,8 @@ class EngineCore:
             with startup_phase("the memory profile"):
                 num_blocks = self._profiled_num_blocks(model)
         with startup_phase("the KV cache"):
-            self.cache = KVCache(self._rank_config, num_blocks, settings.block_size, self.dtype, self.device, is_cache_shared)
-        self.root = KVFormat(self.dtype_name, settings.block_size, settings.kv_wire_dtype).root(source.fingerprint)
+            self.cache = KVCache(self._rank_config, num_blocks, settings.block_size, self.kv_dtype, self.device, is_cache_shared)
+        self.root = KVFormat(self.kv_dtype_name, settings.block_size, settings.kv_wire_dtype).root(source.fingerprint)
         host_tier = self._new_host_tier()
         pool = BlockPool(num_blocks, lambda h, tier: on_cached([h], tier), lambda h: on_evicted([h]), host_tier)
         self.manager = KVCacheManager(
@@ -210,7 +211,7 @@ class EngineCore:
     def _profiled_num_blocks(self, model: CausalLM) -> int:
         """Ends with a model whose longest sequence fits into them."""
         settings = self.settings
-        cache = KVCache(self._rank_config, PROFILE_NUM_BLOCKS, settings.block_size, self.dtype, self.device)
+        cache = KVCache(self._rank_config, PROFILE_NUM_BLOCKS, settings.block_size, self.kv_dtype, self.device)
         before_step = self._followers.step if self._followers is not None else lambda _step: None
         profile = profile_memory(model, settings, self.max_model_len, cache, before_step)
         num_blocks = profile.num_blocks(self._block_nbytes, settings.gpu_memory_utilization, settings.num_gpu_workers)
@@ -221,8 +222,13 @@ class EngineCore:
         return num_blocks
 
     @property
+    def kv_dtype_name(self) -> str:
+        """As KVFormat names it."""
+        return kv_dtype_name(self.kv_dtype)
+
+    @property
     def _block_nbytes(self) -> int:
-        return KVCache.bytes_per_block(self._rank_config, self.settings.block_size, self.dtype.itemsize)
+        return KVCache.bytes_per_block(self._rank_config, self.settings.block_size, self.kv_dtype.itemsize)
 
     def _check_room(self, num_blocks: int) -> None:
         available, needed = available_bytes(self.device), num_blocks * self._block_nbytes

@@ -17,7 +17,7 @@ from shared.engine.device_blocks import DeviceBlocks
 from shared.model_files.model_config import ModelConfig
 from shared.transport.connector import BlockMemory
 from shared.transport.host_blocks import HostBlocks
-from shared.transport.protocol.frames import MAX_NOTICE_BYTES
+from shared.transport.protocol.frames import MAX_NOTICE_BYTES, KVDtype
 from shared.transport.protocol.kv_layout import KVLayout
 from shared.transport.wires.shared_segment import SharedSegment
 
@@ -83,6 +83,24 @@ class KVCache:
     @staticmethod
     def bytes_per_block(config: ModelConfig, block_size: int, itemsize: int) -> int:
         return config.kv_bytes_per_token(itemsize) * block_size
+
+
+_KV_DTYPES = {
+    torch.float32: KVDtype.FLOAT32,
+    torch.float16: KVDtype.FLOAT16,
+    torch.bfloat16: KVDtype.BFLOAT16,
+    torch.float8_e4m3fn: KVDtype.FLOAT8_E4M3,
+}
+
+
+def hidden_state_dtype(kv_dtype: KVDtype) -> torch.dtype:
+    """In which the last hidden state of a prompt travels with KV of `kv_dtype`: the engine's, and fp32 where KV in FP8 does not tell it."""
+    return next((dtype for dtype, code in _KV_DTYPES.items() if code is kv_dtype and code.itemsize > 1), torch.float32)
+
+
+def kv_dtype_name(dtype: torch.dtype) -> str:
+    """What the KV transfer calls it."""
+    return _KV_DTYPES[dtype].name.lower()
 
 
 def _sums_on_gpu(settings: Settings) -> bool:

@@ -14,6 +14,7 @@ import sys
 import torch
 
 from shared.available_cpus import available_cpus
+from shared.engine.device import select_kv_dtype
 from shared.engine.kv_cache import KVCache
 from shared.engine.model_runner import ModelRunner
 from shared.engine.models.registry import build_model
@@ -61,7 +62,8 @@ def _serve(channel: RankChannel, setup: RankSetup) -> None:
     dtype: torch.dtype = getattr(torch, setup.dtype)
     config = shard.config(source.config)
     weights = load_weights(source, dtype, device, shard=shard, quantization=settings.quantization)
-    cache = KVCache(config, setup.num_blocks, settings.block_size, dtype, device)
+    kv_dtype = select_kv_dtype(settings, dtype, device)
+    cache = KVCache(config, setup.num_blocks, settings.block_size, kv_dtype, device)
     channel.send(Kind.READY)
     collectives = Collectives(shard, setup.store_port, device)
     model = build_model(config, weights, RotaryTables(config, setup.max_model_len, device), collectives.all_reduce)
@@ -75,7 +77,7 @@ def _serve(channel: RankChannel, setup: RankSetup) -> None:
         elif kind is Kind.NEW_CACHE:
             (num_blocks,) = struct.unpack("<q", payload)
             torch.cuda.empty_cache()  # what the step of the memory profile took
-            runner = ModelRunner(model, KVCache(config, num_blocks, settings.block_size, dtype, device))
+            runner = ModelRunner(model, KVCache(config, num_blocks, settings.block_size, kv_dtype, device))
 
 
 if __name__ == "__main__":
