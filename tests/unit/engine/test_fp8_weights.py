@@ -174,6 +174,22 @@ def test_the_packaged_model_still_counts_and_knows_the_alphabet() -> None:
     assert answers[1][:3] == [33203, 23960, 57]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="no GPU with FP8 products")
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_an_engine_that_multiplies_in_fp8_stays_near_one_that_expands(tmp_path: Path, enforce_eager: bool) -> None:
+    write_tiny_hf(tmp_path, with_changes(head_dim=64, num_heads=8, num_kv_heads=2), head_dim=64)
+    source = resolve_model(str(tmp_path))
+    on_gpu = {"device": "cuda", "dtype": "bfloat16", "block_size": 16, "max_num_batched_tokens": 256}
+    _, wanted = greedy(engine_for(source, device="cpu", block_size=16, quantization="fp8"), PROMPTS, 1)
+    engine = engine_for(source, **on_gpu, enforce_eager=enforce_eager, quantization="fp8")
+    answers, found = greedy(engine, PROMPTS, 6)
+    for rows, wanted_rows in zip(found, wanted, strict=True):
+        assert float((rows[0].cpu() - wanted_rows[0]).norm() / wanted_rows[0].norm()) < 0.1
+    again, _ = greedy(engine, PROMPTS, 6)
+    assert [answer[0] for answer in again] == [answer[0] for answer in answers]
+
+
 # ---- what it does not go with ---------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("cpu_weights", ["stored", "fp16", "fp32"])
 def test_two_ways_to_hold_weights_are_refused(tmp_path: Path, cpu_weights: str) -> None:
