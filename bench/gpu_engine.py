@@ -10,6 +10,7 @@ does for a request but the sockets. kernels: what a decode step spends on the GP
 from __future__ import annotations
 
 import argparse
+import logging
 import random
 import statistics
 import sys
@@ -165,7 +166,9 @@ def main() -> None:
     parser.add_argument("--long", action=argparse.BooleanOptionalAction, default=True, help="decode with contexts of 4096 and 8192 too")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--sync", action="store_true", help="without steps queued ahead")
+    parser.add_argument("--verbose", action="store_true", help="with what the engine logs, such as the parts of its start")
     options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING)
     start_s = time.perf_counter()
     engine = Engine(options)
     print(f"# {options.shape} on {torch.cuda.get_device_name()}: ready in {time.perf_counter() - start_s:.1f} s", flush=True)

@@ -22,7 +22,6 @@ from shared.cache.kv_cache_manager import KVCacheManager, cdiv
 from shared.cache.prefix_index import Tier
 from shared.config import CPU_KV_CACHE_GIB, Settings
 from shared.engine.decode_batch import UNKNOWN, BlockTableRows
-from shared.engine.decode_graphs import DecodeGraphs
 from shared.engine.device import default_dtype, select_device, select_kv_dtype
 from shared.engine.host_block_store import new_host_block_store
 from shared.engine.kv_cache import KVCache, kv_dtype_name
@@ -34,6 +33,7 @@ from shared.engine.models.registry import build_model
 from shared.engine.overlapped_decode import DecodedStep, LaunchedStep, OverlappedDecode, decode_batch, is_decode
 from shared.engine.prompt_logprobs import score_prompts
 from shared.engine.rotary import RotaryTables
+from shared.engine.step_graphs import StepGraphs
 from shared.engine.step_input import StepInput
 from shared.engine.tensor_parallel.followers import Followers
 from shared.engine.tensor_parallel.sharding import Shard
@@ -188,12 +188,12 @@ class EngineCore:
         with startup_phase("the first steps"):
             self._warm_up()
 
-    def _new_graphs(self, model: CausalLM) -> DecodeGraphs | None:
+    def _new_graphs(self, model: CausalLM) -> StepGraphs | None:
         # fp32 is the exact mode, whose attention is the prefill kernel's; sums over ranks are not captured.
         is_capturable = self.device.type == "cuda" and self.dtype is not torch.float32 and model.is_capturable and self.shard is None
         if not is_capturable or self.settings.enforce_eager:
             return None
-        return DecodeGraphs(model, self.cache, self.settings.max_num_seqs, self.max_model_len)
+        return StepGraphs(model, self.cache, self.settings.max_num_seqs, self.max_model_len)
 
     def _asked_num_blocks(self) -> int | None:
         """None: as many as the GPU has room for."""

@@ -12,7 +12,6 @@ from decode_harness import DecodeHarness
 from test_engine_core import engine_for, greedy
 from tiny_models import with_changes, write_tiny_hf
 
-from shared.engine.decode_graphs import batch_sizes
 from shared.model_files.model_source import ModelSource, resolve_model
 from shared.request import Request
 from shared.sampling_params import SamplingParams
@@ -59,7 +58,20 @@ def test_every_logit_of_graphs_is_that_of_kernels_one_by_one(source: ModelSource
     assert graphs.runner.graphs is not None and eager.runner.graphs is None
     replayed = forced_logits(graphs, prompts, answers)
     expected = forced_logits(eager, prompts, answers)
-    assert len(graphs.runner.graphs._graphs) > len(batch_sizes(64)), "contexts of more than 512 tokens had no graph"
+    assert any(key.max_context > 2048 for key in graphs.runner.graphs._graphs if not key.is_chunk), "long contexts had no graph"
+    for rows, expected_rows in zip(replayed, expected, strict=True):
+        torch.testing.assert_close(rows, expected_rows, atol=0.06, rtol=0.02)
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", [17, 100, 512])
+def test_chunks_in_graphs_give_what_kernels_one_by_one_give(source: ModelSource, max_num_batched_tokens: int) -> None:
+    prompts = [[(7 * i + 3 * j) % 200 for j in range(length)] for i, length in enumerate((1, 15, 16, 97, 130, 511, 700, 2100))]
+    answers = [[i] for i in range(len(prompts))]
+    chunks = settings(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=1)
+    graphs = engine_for(source, **chunks)
+    replayed = forced_logits(graphs, prompts, answers)
+    assert any(key.max_context > 2048 for key in graphs.runner.graphs._graphs if key.is_chunk), "no chunk of a long prompt had a graph"
+    expected = forced_logits(engine_for(source, **{**chunks, "enforce_eager": True}), prompts, answers)
     for rows, expected_rows in zip(replayed, expected, strict=True):
         torch.testing.assert_close(rows, expected_rows, atol=0.06, rtol=0.02)
 
