@@ -25,6 +25,7 @@ RedisUrl = Annotated[str | None, typer.Option("--redis", help="Redis URL. Defaul
 KVHostCacheGiB = Annotated[
     float | None, typer.Option(help="Host memory of each worker, in GiB, for KV blocks that its cache evicts. Default: 0, none.")
 ]
+Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N. Default: auto, a GPU where there is one.")]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output: one JSON object a line.")]
 ApiKeys = Annotated[
     list[str] | None,
@@ -46,9 +47,7 @@ def up(
     tensor_parallel: Annotated[
         int | None, typer.Option(min=1, help="Processes (on GPUs: one for each) that share each layer; with --aggregated. Default: 1.")
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="auto, cpu, cuda or cuda:N. Default: auto, GPUs where there are some; workers are spread over them.")
-    ] = None,
+    device: Device = None,
     gpu_memory_utilization: Annotated[
         float | None, typer.Option(help="Part of a GPU's memory that the workers on it take together. Default: 0.9.")
     ] = None,
@@ -118,21 +117,21 @@ def router(
 
 
 @app.command()
-def prefill(model: Model = None, redis: RedisUrl = None, kv_host_cache_gib: KVHostCacheGiB = None) -> None:
+def prefill(model: Model = None, redis: RedisUrl = None, device: Device = None, kv_host_cache_gib: KVHostCacheGiB = None) -> None:
     """Run one prefill worker (as its container does). Further settings: PAGEWIRE_* variables, see the README."""
     from services.prefill.__main__ import run
     from shared.config import load_settings
 
-    raise typer.Exit(run(load_settings("prefill", model=model, redis_url=redis, kv_host_cache_gib=kv_host_cache_gib)))
+    raise typer.Exit(run(load_settings("prefill", model=model, redis_url=redis, device=device, kv_host_cache_gib=kv_host_cache_gib)))
 
 
 @app.command()
-def decode(model: Model = None, redis: RedisUrl = None, kv_host_cache_gib: KVHostCacheGiB = None) -> None:
+def decode(model: Model = None, redis: RedisUrl = None, device: Device = None, kv_host_cache_gib: KVHostCacheGiB = None) -> None:
     """Run one decode worker (as its container does). Further settings: PAGEWIRE_* variables, see the README."""
     from services.decode.__main__ import run
     from shared.config import load_settings
 
-    raise typer.Exit(run(load_settings("decode", model=model, redis_url=redis, kv_host_cache_gib=kv_host_cache_gib)))
+    raise typer.Exit(run(load_settings("decode", model=model, redis_url=redis, device=device, kv_host_cache_gib=kv_host_cache_gib)))
 
 
 @app.command()

@@ -67,16 +67,19 @@ class MemoryProfile:
 
 
 def largest_step(max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, block_size: int) -> StepInput:
-    """As many decoding requests as may be, at the end of the longest context, and prompts for the rest of the tokens. All have block 0."""
+    """As many decoding requests as may be, at the end of the longest context, which their attention divides among workspaces, and prompts
+    for the rest of the tokens. All have block 0."""
     num_decode = min(max_num_seqs, max_num_batched_tokens) - 1
-    lengths = [1] * num_decode
-    while (rest := max_num_batched_tokens - sum(lengths)) > 0:
-        lengths.append(min(rest, max_model_len))
+    lengths = [max_model_len] * num_decode
+    num_left = max_num_batched_tokens - num_decode
+    while num_left:
+        lengths.append(min(num_left, max_model_len))
+        num_left -= lengths[-1]
     return StepInput(
         token_ids=[0] * max_num_batched_tokens,
-        starts=[max_model_len - length for length in lengths],
-        ends=[max_model_len] * len(lengths),
-        block_tables=[[0] * -(-max_model_len // block_size)] * len(lengths),
+        starts=[max_model_len - 1] * num_decode + [0] * (len(lengths) - num_decode),
+        ends=lengths,
+        block_tables=[[0] * -(-length // block_size) for length in lengths],
         hidden_rows=list(range(min(max_num_seqs, max_num_batched_tokens))),
     )
 

@@ -58,10 +58,11 @@ def test_the_largest_step_has_as_many_tokens_and_rows_as_a_step_may_have(
     lengths = [end - start for start, end in zip(step.starts, step.ends, strict=True)]
     assert sum(lengths) == len(step.token_ids) == max_num_batched_tokens
     assert len(step.hidden_rows) == min(max_num_seqs, max_num_batched_tokens)
-    assert all(0 <= start < end == max_model_len for start, end in zip(step.starts, step.ends, strict=True))
+    assert all(0 <= start < end <= max_model_len for start, end in zip(step.starts, step.ends, strict=True))
     num_decode = len(step.hidden_rows) - 1
     assert lengths[:num_decode] == [1] * num_decode, "requests of one token stand in front"
-    assert all(len(table) * 16 >= max_model_len for table in step.block_tables)
+    assert step.ends[:num_decode] == [max_model_len] * num_decode
+    assert all(len(table) * 16 >= end and set(table) == {0} for table, end in zip(step.block_tables, step.ends, strict=True))
 
 
 def test_the_largest_step_runs_on_the_cache_of_the_profile(tmp_path: Path) -> None:
