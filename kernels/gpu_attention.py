@@ -41,11 +41,19 @@ def prepare(
 
 class GPUDecodeAttention:
     """Requests of one new token each. `block_tables`: int32 [num_requests, max_blocks], `seq_lens`: int32 [num_requests] on the GPU, which
-    may change between calls as long as none exceeds `max_seq_len`; of length 0: a row of zeros. `num_kv_tokens`: their sum where it is
-    known, which tells a ragged batch from an even one."""
+    may change between calls as long as none exceeds `max_seq_len`; of length 0: a row of zeros. `num_kv_tokens`, `is_even`: see
+    PagedAttentionPlan."""
 
-    def __init__(self, block_tables: torch.Tensor, seq_lens: torch.Tensor, max_seq_len: int, num_kv_tokens: int | None = None) -> None:
-        self._tables, self._lens, self._max_seq_len, self._num_kv_tokens = block_tables, seq_lens, max_seq_len, num_kv_tokens
+    def __init__(
+        self,
+        block_tables: torch.Tensor,
+        seq_lens: torch.Tensor,
+        max_seq_len: int,
+        num_kv_tokens: int | None = None,
+        is_even: bool = False,
+    ) -> None:
+        self._tables, self._lens, self._max_seq_len = block_tables, seq_lens, max_seq_len
+        self._num_kv_tokens, self._is_even = num_kv_tokens, is_even
         self._plans: dict[tuple[int | None, float | None], PagedAttentionPlan] = {}
 
     def __call__(
@@ -64,7 +72,7 @@ class GPUDecodeAttention:
         if plan is None:
             plan = self._plans[sliding_window, soft_cap] = PagedAttentionPlan(
                 query, key_cache, value_cache, self._tables, self._lens, self._max_seq_len, scale,
-                sliding_window=sliding_window, soft_cap=soft_cap, num_kv_tokens=self._num_kv_tokens,
+                sliding_window=sliding_window, soft_cap=soft_cap, num_kv_tokens=self._num_kv_tokens, is_even=self._is_even,
             )  # fmt: skip
         return plan.run(query, key_cache, value_cache, out)
 

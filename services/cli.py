@@ -45,7 +45,7 @@ def up(
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port the router listens on. Default: 8000.")] = None,
     aggregated: Annotated[bool, typer.Option("--aggregated", help="No prefill workers: decode workers compute prompts too.")] = False,
     tensor_parallel: Annotated[
-        int | None, typer.Option(min=1, help="Processes (on GPUs: one for each) that share each layer; with --aggregated. Default: 1.")
+        int | None, typer.Option(min=1, help="Processes of each worker that share each layer, on GPUs one for each. Default: 1.")
     ] = None,
     device: Device = None,
     gpu_memory_utilization: Annotated[
@@ -92,8 +92,6 @@ def up(
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
     )
-    if settings.tensor_parallel_size > 1 and not settings.aggregated:
-        raise ConfigurationError("--tensor-parallel needs --aggregated: KV of several ranks cannot go from one worker to another yet")
     if settings.aggregated and prefill is not None:
         raise ConfigurationError("--prefill and --aggregated exclude each other: an aggregated system has no prefill workers")
     num_prefill = 0 if settings.aggregated else prefill or 1

@@ -49,7 +49,7 @@ class Settings(BaseModel):
         "multiplies in FP8, others save memory alone",
     )
     tensor_parallel_size: int = Field(
-        1, ge=1, le=64, description="decode in aggregated mode: processes, on GPUs one for each, that share each layer of the model"
+        1, ge=1, le=64, description="processes of a worker, on GPUs one for each, that share each layer of the model"
     )
     num_threads: int | None = Field(None, ge=1, description="CPU threads of a worker's engine; default: all cores it may use")
 

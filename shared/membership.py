@@ -50,7 +50,8 @@ class WorkerRecord(BaseModel):
     device: str = ""
     """What it computes on: cpu, or cuda:N, the first of its ranks' GPUs as its own host counts them."""
     block_size: int
-    tensor_parallel_size: int = 1
+    is_kv_whole: bool = True
+    """See KVFormat.is_whole."""
     num_blocks: int
     num_host_blocks: int = 0
     """For which it has host memory besides."""

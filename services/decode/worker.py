@@ -101,8 +101,9 @@ class DecodeWorker(WorkerLoop):
             problem = self._problem(message, "this request or transfer id is already being served here", "invalid_request")
             self.rpc.send(router, problem)
             return
-        if self.engine.shard is not None and (message.transfer_id is not None or message.prefix_pull is not None):
-            self.refuse(router, message, self._problem(message, "this worker's ranks take no KV from others", "invalid_request"))
+        if not self.engine.is_kv_whole and (message.transfer_id is not None or message.prefix_pull is not None):
+            problem = self._problem(message, "this worker's ranks are on several GPUs, which take no KV from others", "invalid_request")
+            self.refuse(router, message, problem)
             return
         request = Request(
             message.request_id,

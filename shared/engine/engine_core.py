@@ -36,10 +36,12 @@ from shared.engine.rotary import RotaryTables
 from shared.engine.step_graphs import StepGraphs
 from shared.engine.step_input import StepInput
 from shared.engine.tensor_parallel.followers import Followers
+from shared.engine.tensor_parallel.rank_memory import RankMemory
 from shared.engine.tensor_parallel.sharding import Shard
 from shared.engine.weights import available_bytes, cpu_storage, load_for_cpu, load_weights
 from shared.errors import ConfigurationError
 from shared.messages import PromptLogprobs
+from shared.model_files.model_config import ModelConfig
 from shared.model_files.model_source import ModelSource
 from shared.model_files.weight_reader import PendingWeights
 from shared.request import Request
@@ -103,9 +105,12 @@ class EngineCore:
         if num_blocks is not None:
             self.max_model_len = min(self.max_model_len, num_blocks * settings.block_size)
         self._followers: Followers | None = None
+        self._rank_memory: RankMemory | None = None
         if self.shard is not None:
             first_num_blocks = PROFILE_NUM_BLOCKS if num_blocks is None else num_blocks
-            self._followers = Followers(settings, self.dtype_name, self.device, first_num_blocks, self.max_model_len)
+            if self.is_kv_whole:
+                self._rank_memory = RankMemory.new(self.config, self.shard, first_num_blocks * self._block_nbytes)
+            self._followers = Followers(settings, self.dtype_name, self.device, first_num_blocks, self.max_model_len, self._rank_memory)
         self.is_broken = False
         """A rank may have stopped in the middle of a step: no other can be computed."""
         try:
@@ -151,7 +156,9 @@ class EngineCore:
             with startup_phase("the memory profile"):
                 num_blocks = self._profiled_num_blocks(model)
         with startup_phase("the KV cache"):
-            self.cache = KVCache(self._rank_config, num_blocks, settings.block_size, self.kv_dtype, self.device, is_cache_shared)
+            self.cache = KVCache(
+                self._cache_config, num_blocks, settings.block_size, self.kv_dtype, self.device, is_cache_shared, self._rank_memory
+            )
         self.root = KVFormat(self.kv_dtype_name, settings.block_size, settings.kv_wire_dtype).root(source.fingerprint)
         host_tier = self._new_host_tier()
         pool = BlockPool(num_blocks, lambda h, tier: on_cached([h], tier), lambda h: on_evicted([h]), host_tier)
@@ -187,6 +194,18 @@ class EngineCore:
         self.num_steps = 0
         with startup_phase("the first steps"):
             self._warm_up()
+        if self._followers is not None:
+            self._followers.watch()
+
+    @property
+    def is_kv_whole(self) -> bool:
+        """All heads of a block stand in memory of this process, as the KV transfer wants them: not where ranks are on several GPUs."""
+        return self.shard is None or self.device.type == "cpu"
+
+    @property
+    def _cache_config(self) -> ModelConfig:
+        """Of a model that has the heads of which `cache` has the KV."""
+        return self.config if self.is_kv_whole else self._rank_config
 
     def _new_graphs(self, model: CausalLM) -> StepGraphs | None:
         # fp32 is the exact mode, whose attention is the prefill kernel's; sums over ranks are not captured.
@@ -196,13 +215,14 @@ class EngineCore:
         return StepGraphs(model, self.cache, self.settings.max_num_seqs, self.max_model_len)
 
     def _asked_num_blocks(self) -> int | None:
-        """None: as many as the GPU has room for."""
+        """None: as many as the GPU has room for. kv_cache_gib is of each rank."""
         settings = self.settings
         if settings.num_blocks is not None:
             return settings.num_blocks
         if settings.kv_cache_gib is None and self.device.type == "cuda":
             return None
-        block_nbytes, gib = self._block_nbytes, settings.kv_cache_gib or CPU_KV_CACHE_GIB
+        block_nbytes = KVCache.bytes_per_block(self._rank_config, settings.block_size, self.kv_dtype.itemsize)
+        gib = settings.kv_cache_gib or CPU_KV_CACHE_GIB
         num_blocks = int(gib * (1 << 30)) // block_nbytes
         if num_blocks < 2:
             raise ConfigurationError(f"kv_cache_gib = {gib} holds {num_blocks} blocks of {block_nbytes >> 10} KiB; 2 are the least")
@@ -228,7 +248,7 @@ class EngineCore:
 
     @property
     def _block_nbytes(self) -> int:
-        return KVCache.bytes_per_block(self._rank_config, self.settings.block_size, self.kv_dtype.itemsize)
+        return KVCache.bytes_per_block(self._cache_config, self.settings.block_size, self.kv_dtype.itemsize)
 
     def _check_room(self, num_blocks: int) -> None:
         available, needed = available_bytes(self.device), num_blocks * self._block_nbytes
@@ -239,7 +259,7 @@ class EngineCore:
             )
 
     def _copy_block(self, source: int, target: int) -> None:
-        if self._followers is not None:
+        if self._followers is not None and not self.is_kv_whole:
             self._followers.copy_block(source, target)
         self.cache.copy_block(source, target)
 
@@ -254,8 +274,10 @@ class EngineCore:
             return None
         if not settings.enable_prefix_caching:
             raise ConfigurationError("kv_host_cache_gib is of no use with enable_prefix_caching off: blocks are found by their hash")
-        if self.shard is not None:
-            raise ConfigurationError("kv_host_cache_gib does not go with tensor_parallel_size: only the first rank's blocks would be kept")
+        if not self.is_kv_whole:
+            raise ConfigurationError(
+                "kv_host_cache_gib does not go with tensor_parallel_size on GPUs: only the first rank's heads would be kept"
+            )
         store = new_host_block_store(self.cache.tensor, int(settings.kv_host_cache_gib * (1 << 30)))
         max_blocks_per_step = max(1, MAX_STORED_NBYTES_PER_STEP // self.cache.block_nbytes)
         executor = ThreadPoolExecutor(1, thread_name_prefix="kv-host-load")

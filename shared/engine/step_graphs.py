@@ -238,7 +238,7 @@ class StepGraphs:
         drawn = self._previous[inputs.sources.clamp_min(0)]
         token_ids = torch.where(inputs.sources < 0, inputs.token_ids, drawn)
         num_kv_tokens = key.num_seqs * key.max_context // (2 if key.is_ragged else 1)
-        attention = GPUDecodeAttention(inputs.block_tables, inputs.seq_lens, key.max_context, num_kv_tokens)
+        attention = GPUDecodeAttention(inputs.block_tables, inputs.seq_lens, key.max_context, num_kv_tokens, is_even=True)
         return self._model.forward(token_ids, AttentionMetadata(inputs.positions, inputs.slots, None, attention), self._cache)
 
 

@@ -43,6 +43,7 @@ class DecodeHarness:
         self.worker.rpc._socket.close(0)
         self.worker.rpc._wake_receiver.close(0)
         self.worker.rpc.close()
+        self.worker.engine.close()
 
     @property
     def num_used(self) -> int:

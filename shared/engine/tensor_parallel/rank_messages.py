@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from shared.config import Settings
 
+ALIVE_INTERVAL_S = 0.25
 _HEADER = struct.Struct("<BQ")
 
 
@@ -21,9 +22,11 @@ class Kind(IntEnum):
     STEP = 3
     """StepInput: compute it."""
     COPY_BLOCK = 4
-    """Two int64: copy the first block over the second."""
-    NEW_CACHE = 5
-    """One int64: from now on the KV cache has so many blocks; what was in it is gone."""
+    """Two int64: copy the first block over the second. Where ranks share one KV cache the first does it alone."""
+    ALIVE = 5
+    """From another rank on a CPU, every ALIVE_INTERVAL_S."""
+    NEW_CACHE = 6
+    """On GPUs, where each rank has its own. One int64: from now on the KV cache has so many blocks; what was in it is gone."""
 
 
 class RankSetup(BaseModel):
@@ -38,6 +41,8 @@ class RankSetup(BaseModel):
     max_model_len: int
     dtype: str
     device: str
+    memory_descriptor: int | None = None
+    """Of the KV cache that all ranks share (RankMemory), inherited; None: each has its own."""
 
 
 @dataclass
