@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from test_engine_core import engine_for, greedy
 from test_engine_on_gpu import gpu_source
 from tiny_models import write_tiny_hf
 
+from shared.config import Settings
 from shared.engine.kv_cache import KVCache
 from shared.engine.memory_profile import GRAPHS_NBYTES, PROCESS_NBYTES, PROFILE_NUM_BLOCKS, MemoryProfile, largest_step
 from shared.engine.model_runner import ModelRunner
@@ -72,6 +74,27 @@ def test_the_largest_step_runs_on_the_cache_of_the_profile(tmp_path: Path) -> No
     hidden = ModelRunner(engine.runner.model, cache).forward(largest_step(300, 5, 256, 4))
     assert hidden.shape == (5, engine.config.hidden_size)
     assert bool(hidden.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "asked"),
+    [
+        ("cuda", {}, False),
+        ("cuda", {"num_blocks": 77}, True),
+        ("cuda", {"kv_cache_gib": 0.25}, True),
+        ("cpu", {}, True),
+        ("cpu", {"kv_cache_gib": 0.25}, True),
+    ],
+)
+def test_only_a_gpu_whose_engine_is_told_no_number_is_profiled(tmp_path: Path, device: str, settings: dict[str, Any], asked: bool) -> None:
+    write_tiny_hf(tmp_path)
+    engine = engine_for(resolve_model(str(tmp_path)))
+    engine.device, engine.settings = torch.device(device), Settings(block_size=4, **settings)
+    num_blocks = engine._asked_num_blocks()
+    assert (num_blocks is not None) is asked
+    if asked:
+        nbytes = settings.get("kv_cache_gib", 2.0) * GIB
+        assert num_blocks == settings.get("num_blocks", int(nbytes) // engine.cache.block_nbytes)
 
 
 @pytest.mark.gpu

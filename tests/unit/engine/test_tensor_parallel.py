@@ -103,6 +103,16 @@ def test_ranks_take_part_in_the_memory_profile_and_get_the_cache_that_it_gives(
         assert greedy(engine, PROMPTS, 4)[0] == expected
 
 
+def test_ranks_quantise_what_they_hold_and_stay_near_one_that_holds_all(llama: tuple[ModelSource, Path]) -> None:
+    """Each has factors of its own for its share of a row, so the sums are not the same ones."""
+    source, path = llama
+    _, wanted = greedy(engine_for(source, num_blocks=200, num_threads=1, quantization="fp8"), PROMPTS, 1)
+    with engine_of(2, source, path, quantization="fp8") as engine:
+        _, found = greedy(engine, PROMPTS, 1)
+    for rows, wanted_rows in zip(found, wanted, strict=True):
+        assert 0 < float((rows - wanted_rows).norm() / wanted_rows.norm()) < 0.1
+
+
 def test_a_block_that_is_copied_is_copied_on_every_rank(llama: tuple[ModelSource, Path]) -> None:
     """Two sequences that go on from one prompt each get their own last block."""
     source, path = llama
