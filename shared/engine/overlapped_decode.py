@@ -121,7 +121,7 @@ class OverlappedDecode:
         self._manager.step_launched()
         self._num_running += 1
         hidden = self._runner.decode(batch, previous.tokens if previous is not None else None)
-        drawn = PendingTokens(self._runner.compute_raw_logits(hidden), rows)
+        drawn = PendingTokens(self._runner.compute_raw_logits(hidden), rows, is_plain=True)
         return LaunchedStep(output, rows, drawn, start_ns, start_s)
 
     def _end_one(self) -> None:

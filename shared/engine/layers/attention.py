@@ -34,22 +34,17 @@ class Attention:
     def __call__(self, x: torch.Tensor, metadata: AttentionMetadata, key_cache: torch.Tensor, value_cache: torch.Tensor) -> torch.Tensor:
         """x: [num_tokens, hidden_size] -> the same shape; writes the tokens' K and V. Caches of this layer: [num_blocks, num_kv_heads,
         block_size, head_dim]."""
-        return self.output(self._mix(x, metadata, key_cache, value_cache))
+        return self.output(self._mix(self.qkv(x), metadata, key_cache, value_cache))
 
-    def add_to(
-        self,
-        residual: torch.Tensor,
-        x: torch.Tensor,
-        metadata: AttentionMetadata,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
+    def add_normed(
+        self, residual: torch.Tensor, norm: Norm, metadata: AttentionMetadata, key_cache: torch.Tensor, value_cache: torch.Tensor
     ) -> None:
-        self.output.add_to(residual, self._mix(x, metadata, key_cache, value_cache))
+        self.output.add_to(residual, self._mix(self.qkv.normed(residual, norm), metadata, key_cache, value_cache))
 
-    def _mix(self, x: torch.Tensor, metadata: AttentionMetadata, key_cache: torch.Tensor, value_cache: torch.Tensor) -> torch.Tensor:
-        """All but the output projection: [num_tokens, num_heads * head_dim]."""
+    def _mix(self, qkv: torch.Tensor, metadata: AttentionMetadata, key_cache: torch.Tensor, value_cache: torch.Tensor) -> torch.Tensor:
+        """All between the projections: [num_tokens, num_heads * head_dim]."""
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
-        query, key, value = torch.split(self.qkv(x).view(len(x), -1, self.head_dim), heads, dim=1)
+        query, key, value = torch.split(qkv.view(len(qkv), -1, self.head_dim), heads, dim=1)
         if self.query_norm is not None:
             query = self.query_norm(query)
         if self.key_norm is not None:

@@ -22,8 +22,8 @@ class Part(Protocol[_P]):
     def __call__(self, x: torch.Tensor, *args: _P.args, **kwargs: _P.kwargs) -> torch.Tensor:
         """x: [num_tokens, hidden_size] -> the same shape."""
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor, *args: _P.args, **kwargs: _P.kwargs) -> None:
-        """residual += self(x, ...), in place."""
+    def add_normed(self, residual: torch.Tensor, norm: Norm, *args: _P.args, **kwargs: _P.kwargs) -> None:
+        """residual += self(norm(residual), ...), in place."""
 
 
 AttentionPart = Part[[AttentionMetadata, torch.Tensor, torch.Tensor]]
@@ -47,8 +47,8 @@ class PreNormLayer:
     feed_forward: FeedForward
 
     def __call__(self, x: torch.Tensor, metadata: AttentionMetadata, key_cache: torch.Tensor, value_cache: torch.Tensor) -> torch.Tensor:
-        self.attention.add_to(x, self.input_norm(x), metadata, key_cache, value_cache)
-        self.feed_forward.add_to(x, self.post_attention_norm(x))
+        self.attention.add_normed(x, self.input_norm, metadata, key_cache, value_cache)
+        self.feed_forward.add_normed(x, self.post_attention_norm)
         return x
 
     def summed_over_ranks(self, reduce: Reduce) -> PreNormLayer:
@@ -84,8 +84,8 @@ class _Summed(Generic[_P]):
     def __call__(self, x: torch.Tensor, *args: _P.args, **kwargs: _P.kwargs) -> torch.Tensor:
         return self._reduce(self._part(x, *args, **kwargs))
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor, *args: _P.args, **kwargs: _P.kwargs) -> None:
-        residual += self(x, *args, **kwargs)
+    def add_normed(self, residual: torch.Tensor, norm: Norm, *args: _P.args, **kwargs: _P.kwargs) -> None:
+        residual += self(norm(residual), *args, **kwargs)
 
 
 def take_pre_norm_layer(

@@ -13,7 +13,9 @@ import torch
 import torch.nn.functional as F
 
 from kernels.quantize_rows import quantize_rows
+from kernels.silu_and_mul import silu_and_mul
 from shared.engine.layers.adjacent_rows import joined_rows
+from shared.engine.layers.norm import Norm
 
 _ALIGNMENT = 16
 """Both sides of a matrix must be multiples of it for the FP8 product."""
@@ -55,6 +57,12 @@ class FP8Linear:
             values, self._weight.values.t(), row_factors, self._column_factors, out_dtype=torch.bfloat16, use_fast_accum=True
         )
         return out if self._bias is None else out + self._bias
+
+    def normed(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        return self(norm(x))
+
+    def gated(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        return silu_and_mul(self(norm(x)))
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
         residual += self(x)

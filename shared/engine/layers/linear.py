@@ -15,8 +15,10 @@ import torch
 import torch.nn.functional as F
 
 from kernels.cpu_linear import PackedWeight, StoredRows
+from kernels.silu_and_mul import silu_and_mul
 from shared.engine.layers.adjacent_rows import joined_rows
 from shared.engine.layers.fp8_linear import FP8Linear, FP8Weight
+from shared.engine.layers.norm import Norm
 
 
 class Weights(dict[str, torch.Tensor]):
@@ -44,6 +46,12 @@ class Linear(Protocol):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [num_tokens, in_features] -> [num_tokens, out_features]."""
 
+    def normed(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """self(norm(x))."""
+
+    def gated(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """silu_and_mul(self(norm(x))): [num_tokens, out_features / 2]."""
+
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
         """residual += self(x), in place."""
 
@@ -55,6 +63,12 @@ class DenseLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight, self.bias)
+
+    def normed(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        return self(norm(x))
+
+    def gated(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        return silu_and_mul(self(norm(x)))
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
         if residual.is_cuda and self.bias is None:
@@ -77,6 +91,12 @@ class PackedLinear:
         for weight, bias, part in zip(self.weights, self.biases, columns, strict=True):
             weight.linear(x, part, bias)
         return out
+
+    def normed(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        return self(norm(x))
+
+    def gated(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        return silu_and_mul(self(norm(x)))
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
         residual += self(x)
