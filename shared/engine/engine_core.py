@@ -196,6 +196,8 @@ class EngineCore:
             self._warm_up()
         if self._followers is not None:
             self._followers.watch()
+        if self.device.type == "cuda":
+            logger.info("with all prepared %d MiB of the GPU are free", (available_bytes(self.device) or 0) >> 20)
 
     @property
     def is_kv_whole(self) -> bool:

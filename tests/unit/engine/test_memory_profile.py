@@ -107,7 +107,10 @@ def test_an_engine_told_nothing_takes_its_share_of_the_gpu_and_answers_as_ever(t
     total = torch.cuda.mem_get_info()[1]
     # Blocks of a model this small would be millions.
     share = (4 * GIB) / total
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
     engine = engine_for(source, **small, num_blocks=None, gpu_memory_utilization=share, debug=False)
+    assert torch.cuda.memory_reserved() - before < 4 * GIB
     num_blocks = len(engine.manager.pool.blocks)
     assert GIB < num_blocks * engine.cache.block_nbytes < 4 * GIB
     assert engine.max_model_len == source.config.max_model_len
