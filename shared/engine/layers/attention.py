@@ -49,11 +49,12 @@ class Attention:
             query = self.query_norm(query)
         if self.key_norm is not None:
             key = self.key_norm(key)
+        kv_cache_dtype = "fp8" if key_cache.dtype is torch.float8_e4m3fn else "auto"
         if self.rotary is None:
-            reshape_and_cache(key, value, key_cache, value_cache, metadata.slot_mapping)
+            reshape_and_cache(key, value, key_cache, value_cache, metadata.slot_mapping, kv_cache_dtype)
         else:
             table, slots = (self.rotary.cos, self.rotary.sin), metadata.slot_mapping
-            rotary_embedding_and_cache(query, key, value, metadata.positions, *table, key_cache, value_cache, slots)
+            rotary_embedding_and_cache(query, key, value, metadata.positions, *table, key_cache, value_cache, slots, kv_cache_dtype)
         mixed = metadata.attention(
             query, key_cache, value_cache, self.scale, sliding_window=self.sliding_window, soft_cap=self.soft_cap
         )  # fmt: skip

@@ -42,6 +42,5 @@ def build_model(config: ModelConfig, weights: Weights, rotary: RotaryTables, red
     model = builder(config, weights, rotary)
     if reduce is not None:
         model.layers = [layer.summed_over_ranks(reduce) for layer in model.layers]
-    unused = [*weights, *weights.stored]
-    assert not unused, f"{config.architecture} leaves weights unused: {', '.join(unused[:8])}"
+    assert not weights.names, f"{config.architecture} leaves weights unused: {', '.join(weights.names[:8])}"
     return model
