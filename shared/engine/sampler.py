@@ -89,8 +89,8 @@ class PendingTokens:
     """One token for each row, being drawn on the device of the logits: `tokens`, int64 [len(rows)]."""
 
     def __init__(self, logits: torch.Tensor, rows: Sequence[SamplingRow], *, is_plain: bool = False) -> None:
-        """logits: [len(rows), vocab_size]; not changed. Waits for nothing. `is_plain`: all rows can run ahead, so nothing is to be adjusted.
-        Raises InvalidRequestError when a row's masks leave no token."""
+        """logits: [len(rows), vocab_size]; not changed. Waits for nothing. `is_plain`: all rows can run ahead, so nothing is to be
+        adjusted. Raises InvalidRequestError when a row's masks leave no token."""
         adjusted = logits if is_plain else adjust_logits(logits, rows)
         if all(row.params.is_greedy for row in rows):
             self.tokens = sampling.greedy_tokens(adjusted)
