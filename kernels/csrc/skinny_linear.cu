@@ -1,0 +1,106 @@
+// Launcher of skinny_linear.cuh.
+#include <atomic>
+#include "skinny_linear.cuh"
+
+using namespace skinny_linear;
+
+constexpr int MAX_DEVICES = 64;
+
+// Rows of 16-bit items, `stride` items apart; boxes of CHUNK columns.
+static const char* describe(CUtensorMap* map, const void* rows, bool is_half, int num_rows, int num_columns, int64_t stride, int box_rows) {
+    using Encode = decltype(&cuTensorMapEncodeTiled);
+    static Encode encode = [] {
+        void* function = nullptr;
+        cudaDriverEntryPointQueryResult result;
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result);
+        return reinterpret_cast<Encode>(function);
+    }();
+    if (encode == nullptr) return "the CUDA driver has no cuTensorMapEncodeTiled; CUDA 12 or newer is needed";
+    cuuint64_t sizes[2] = {static_cast<cuuint64_t>(num_columns), static_cast<cuuint64_t>(num_rows)}, strides[1] = {static_cast<cuuint64_t>(stride) * 2};
+    cuuint32_t box[2] = {CHUNK, static_cast<cuuint32_t>(box_rows)}, steps[2] = {1, 1};
+    CUresult result = encode(map, is_half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(rows), sizes,
+                             strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return result == CUDA_SUCCESS ? nullptr : "cuTensorMapEncodeTiled refused the shape or strides of x or of the weight";
+}
+
+struct Device {
+    std::atomic<int> block_bytes;                // shared memory that a block may have; 0: not yet known
+    int multiprocessor_bytes, reserved_bytes;    // shared memory of a multiprocessor; and what each block takes of it besides
+    int num_clusters[MAX_CLUSTER + 1];           // that run at once, a block to a multiprocessor
+};
+
+// Asked once per kernel and device: it takes microseconds.
+template <typename T, int COLUMNS> static const char* prepare(Device& found, int device, cudaLaunchConfig_t config) {
+    int block_bytes = 0;
+    cudaDeviceGetAttribute(&block_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    cudaDeviceGetAttribute(&found.multiprocessor_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+    cudaDeviceGetAttribute(&found.reserved_bytes, cudaDevAttrReservedSharedMemoryPerBlock, device);
+    auto* kernel = multiply<T, COLUMNS>;
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, block_bytes);
+    cudaLaunchAttribute cluster;
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    config.attrs = &cluster;
+    config.numAttrs = 1;
+    config.dynamicSmemBytes = block_bytes;
+    for (int size = 1; size <= MAX_CLUSTER; size *= 2) {
+        cluster.val.clusterDim = {static_cast<unsigned>(size), 1, 1};
+        config.gridDim = size;
+        cudaOccupancyMaxActiveClusters(&found.num_clusters[size], kernel, &config);
+    }
+    if (const char* error = last_error()) return error;
+    found.block_bytes = block_bytes;
+    return nullptr;
+}
+
+template <typename T, int COLUMNS>
+static const char* launch(const CUtensorMap& weight_map, const CUtensorMap& x_map, Params p, int cluster, int is_overlapped, cudaStream_t stream) {
+    static Device devices[MAX_DEVICES];
+    int device = 0;
+    cudaGetDevice(&device);
+    if (device >= MAX_DEVICES) return "more than 64 GPUs in a process";
+    Device& found = devices[device];
+    cudaLaunchConfig_t config = {};
+    config.blockDim = dim3(NUM_THREADS);
+    config.stream = stream;
+    if (found.block_bytes == 0)
+        if (const char* error = prepare<T, COLUMNS>(found, device, config)) return error;
+
+    const int fixed = fixed_bytes(p.num_inputs, COLUMNS, cluster);
+    const int half = found.multiprocessor_bytes / 2 - found.reserved_bytes;
+    // Overlapped, blocks of two kernels share a multiprocessor, where enough is left to each.
+    const int bytes = is_overlapped == 1 && half - fixed >= MIN_STAGES * CHUNK_BYTES ? half : found.block_bytes.load();
+    p.num_stages = min((bytes - fixed) / CHUNK_BYTES, MAX_STAGES);
+    if (bytes < fixed || p.num_stages < 2) return "skinny_linear: K is too large for this many rows";
+    const int size = p.is_gated ? p.num_outputs / 2 : p.num_outputs, tile_size = p.is_gated ? BOX_ROWS : TILE;
+    const int num_tiles = (size + tile_size - 1) / tile_size, most = max(found.num_clusters[cluster], 1);
+    const int waves = (num_tiles + most - 1) / most;
+    cudaLaunchAttribute attributes[2];
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[1].val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = attributes;
+    config.numAttrs = is_overlapped ? 2 : 1;
+    config.gridDim = dim3((num_tiles + waves - 1) / waves * cluster);
+    config.dynamicSmemBytes = fixed + p.num_stages * CHUNK_BYTES;
+    cudaError_t error = cudaLaunchKernelEx(&config, multiply<T, COLUMNS>, weight_map, x_map, p);
+    return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+// W is contiguous. norm_weight, bias: may be null. cluster: 1, 2, 4 or 8 blocks to split K among. scalar: 0 half, 1 bfloat16.
+EXPORT const char* launch_skinny_linear(const Params* p, const void* weight, int cluster, int is_overlapped, int scalar, cudaStream_t stream) {
+    if (p->num_rows == 0 || p->num_outputs == 0) return nullptr;
+    const int columns = p->num_rows <= 8 ? 8 : p->num_rows <= 16 ? 16 : p->num_rows <= 32 ? 32 : 64;
+    alignas(64) CUtensorMap weight_map, x_map;
+    if (const char* error = describe(&weight_map, weight, scalar == 0, p->num_outputs, p->num_inputs, p->num_inputs, BOX_ROWS)) return error;
+    if (const char* error = describe(&x_map, p->x, scalar == 0, p->num_rows, p->num_inputs, p->x_stride, columns)) return error;
+    using Launch = decltype(&launch<__half, 8>);
+    constexpr Launch launches[2][4] = {
+        {launch<__half, 8>, launch<__half, 16>, launch<__half, 32>, launch<__half, 64>},
+        {launch<__nv_bfloat16, 8>, launch<__nv_bfloat16, 16>, launch<__nv_bfloat16, 32>, launch<__nv_bfloat16, 64>},
+    };
+    return launches[scalar][columns == 8 ? 0 : columns == 16 ? 1 : columns == 32 ? 2 : 3](weight_map, x_map, *p, cluster, is_overlapped, stream);
+}
+
+EXPORT int skinny_linear_params_bytes() { return sizeof(Params); }

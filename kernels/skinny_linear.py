@@ -1,0 +1,239 @@
+"""Linear layers of few rows, as fast as the weight is read (csrc/skinny_linear.cuh, Hopper), with the norm before and the activation or the
+residual addition after in the same kernel. Elsewhere, and where cuBLAS is faster, the separate ops one after the other.
+
+A row's result does not depend on how many rows there are, nor on the others, as long as `can_serve` holds for their number.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+import torch.nn.functional as F
+
+from kernels.build import Library, launch, load
+from kernels.op_library import LIBRARY
+from kernels.rms_norm import rms_norm
+from kernels.silu_and_mul import silu_and_mul
+
+MAX_ROWS = 64
+_SCALARS = {torch.float16: 0, torch.bfloat16: 1}
+_CHUNK = 64
+_MAX_X_BYTES = 144 << 10
+"""Of a block's share of x, which stays in shared memory beside the ring that the weight passes through."""
+
+LIBRARY.define("skinny_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, float eps, bool silu, bool overlap) -> Tensor")
+LIBRARY.define(
+    "skinny_linear_add(Tensor(a!) residual, Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, float eps, bool overlap) -> ()"
+)
+
+
+class _Params(ctypes.Structure):
+    """`Params` of skinny_linear.cuh, field for field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("out", "x", "norm_weight", "bias")),
+        *((name, ctypes.c_int64) for name in ("out_stride", "x_stride")),
+        ("eps", ctypes.c_float),
+        *((name, ctypes.c_int) for name in ("num_rows", "num_outputs", "num_inputs", "num_stages", "is_gated", "is_added")),
+    )
+
+
+def skinny_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    silu: bool = False,
+    overlap: bool = False,
+) -> torch.Tensor:
+    """F.linear(x, weight, bias), of rms_norm(x, norm_weight, eps) where a norm is given, and then silu_and_mul where `silu`; rounded where
+    these ops round.
+
+    x: [num_rows, K], rows may be strided; weight: [N, K]; bias: [N]; norm_weight: [K]. Returns a new [num_rows, N], or [num_rows, N / 2].
+    `overlap`: the kernel may begin to read the weight before the one before it in the stream has ended (programmatic dependent launch);
+    so no work in the stream may still be writing the weights. Raises ValueError."""
+    _check(x, weight, bias, norm_weight)
+    if silu and len(weight) % 2:
+        raise ValueError(f"silu needs a weight of gate and up, so an even number of rows, not {len(weight)}")
+    result: torch.Tensor = torch.ops.pagewire.skinny_linear(x, weight, bias, norm_weight, eps, silu, overlap)
+    return result
+
+
+def skinny_linear_add(
+    residual: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    overlap: bool = False,
+) -> None:
+    """residual += skinny_linear(x, weight, bias, ...), in place; what is added is rounded to its type first. residual: [num_rows, N], its
+    rows may be strided, and it shares no memory with x. The rest as `skinny_linear`."""
+    _check(x, weight, bias, norm_weight)
+    if residual.shape != (len(x), len(weight)) or residual.dtype != x.dtype or residual.device != x.device:
+        raise ValueError(
+            f"residual must be [{len(x)}, {len(weight)}] {x.dtype} on {x.device}, not {list(residual.shape)} {residual.dtype} "
+            f"on {residual.device}"
+        )
+    torch.ops.pagewire.skinny_linear_add(residual, x, weight, bias, norm_weight, eps, overlap)
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm_weight: torch.Tensor | None) -> None:
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+        raise ValueError(f"x must be [num_rows, K] and the weight [N, K], not {list(x.shape)} and {list(weight.shape)}")
+    for name, tensor, size in (("bias", bias, weight.shape[0]), ("norm_weight", norm_weight, weight.shape[1])):
+        if tensor is not None and (tensor.shape != (size,) or not tensor.is_contiguous()):
+            raise ValueError(f"{name} must be contiguous [{size}], not {list(tensor.shape)} with strides {tensor.stride()}")
+    for name, tensor in (("weight", weight), ("bias", bias), ("norm_weight", norm_weight)):
+        if tensor is not None and (tensor.dtype != x.dtype or tensor.device != x.device):
+            raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}; give {x.dtype} on {x.device} like x")
+
+
+def choose(num_rows: int, num_outputs: int, num_inputs: int) -> int:
+    """Among how many blocks K is split, or 0 where F.linear is to do it. The number of rows decides between these two and no more, so that
+    it changes no result."""
+    if num_outputs % 8 or num_inputs % 8 or not 0 < num_rows <= MAX_ROWS:
+        return 0
+    splits = 4 if num_inputs <= 7168 else 8
+    columns = max(8, 1 << (num_rows - 1).bit_length())
+    return splits if -(-num_inputs // (_CHUNK * splits)) * columns * _CHUNK * 2 <= _MAX_X_BYTES else 0
+
+
+def can_serve(x: torch.Tensor, weight: torch.Tensor, norm_weight: torch.Tensor | None = None, residual: torch.Tensor | None = None) -> bool:
+    """Whether the kernel does it: on a Hopper GPU, fp16 or bf16, up to 64 rows (fewer where K is large), N and K multiples of 8, a
+    contiguous weight, and addresses and row strides that allow vector loads."""
+    return (
+        x.is_cuda
+        and x.dtype in _SCALARS
+        and choose(len(x), *weight.shape) > 0
+        and weight.is_contiguous()
+        and x.stride(1) == 1
+        and x.stride(0) % 8 == 0
+        and (weight.data_ptr() | x.data_ptr()) % 16 == 0
+        and (norm_weight is None or norm_weight.data_ptr() % 16 == 0)
+        and (residual is None or (residual.stride(1) == 1 and residual.stride(0) % 4 == 0 and residual.data_ptr() % 8 == 0))
+        and _is_hopper(x.device.index)
+    )
+
+
+@functools.cache
+def _is_hopper(device_index: int) -> bool:
+    return torch.cuda.get_device_capability(device_index) == (9, 0)
+
+
+def libraries() -> list[Library]:
+    """What a server on a Hopper GPU loads."""
+    return [Library("skinny_linear.cu", only_arch="sm_90a")]
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    loaded = load(libraries()[0])
+    loaded.launch_skinny_linear.argtypes = [ctypes.c_void_p, ctypes.c_void_p, *(ctypes.c_int,) * 3, ctypes.c_void_p]
+    loaded.launch_skinny_linear.restype = ctypes.c_char_p
+    assert loaded.skinny_linear_params_bytes() == ctypes.sizeof(_Params), "Params differ between Python and CUDA"
+    return loaded
+
+
+def _run(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    eps: float,
+    overlap: bool,
+    splits: int,
+    *,
+    is_gated: bool = False,
+    is_added: bool = False,
+) -> None:
+    num_outputs, num_inputs = weight.shape
+    params = _Params(
+        out.data_ptr(), x.data_ptr(), None if norm_weight is None else norm_weight.data_ptr(),
+        None if bias is None else bias.data_ptr(), out.stride(0), x.stride(0), eps,
+        len(x), num_outputs, num_inputs, 0, is_gated, is_added,
+    )  # fmt: skip
+    launch(_library().launch_skinny_linear, x.device, ctypes.addressof(params), weight.data_ptr(), splits, overlap, _SCALARS[x.dtype])
+
+
+def _separate(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    eps: float,
+    silu: bool,
+    overlap: bool,
+) -> torch.Tensor:
+    y = F.linear(x if norm_weight is None else rms_norm(x, norm_weight, eps), weight, bias)
+    return silu_and_mul(y) if silu else y
+
+
+def _separate_add(
+    residual: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    eps: float,
+    overlap: bool,
+) -> None:
+    residual.add_(_separate(x, weight, bias, norm_weight, eps, False, overlap))
+
+
+def _cuda(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    eps: float,
+    silu: bool,
+    overlap: bool,
+) -> torch.Tensor:
+    if not can_serve(x, weight, norm_weight):
+        return _separate(x, weight, bias, norm_weight, eps, silu, overlap)
+    out = torch.empty(len(x), len(weight) // 2 if silu else len(weight), dtype=x.dtype, device=x.device)
+    _run(out, x, weight, bias, norm_weight, eps, overlap, choose(len(x), *weight.shape), is_gated=silu)
+    return out
+
+
+def _cuda_add(
+    residual: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    eps: float,
+    overlap: bool,
+) -> None:
+    if not can_serve(x, weight, norm_weight, residual):
+        _separate_add(residual, x, weight, bias, norm_weight, eps, overlap)
+    else:
+        _run(residual, x, weight, bias, norm_weight, eps, overlap, choose(len(x), *weight.shape), is_added=True)
+
+
+def _meta(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    eps: float,
+    silu: bool,
+    overlap: bool,
+) -> torch.Tensor:
+    return x.new_empty(len(x), len(weight) // 2 if silu else len(weight))
+
+
+LIBRARY.impl("skinny_linear", _separate, "CPU")
+LIBRARY.impl("skinny_linear", _cuda, "CUDA")
+LIBRARY.impl("skinny_linear", _meta, "Meta")
+LIBRARY.impl("skinny_linear_add", _separate_add, "CPU")
+LIBRARY.impl("skinny_linear_add", _cuda_add, "CUDA")
+LIBRARY.impl("skinny_linear_add", lambda *_: None, "Meta")
