@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +18,10 @@ from kernels.op_library import LIBRARY
 from kernels.rms_norm import rms_norm
 from kernels.silu_and_mul import silu_and_mul
 
-MAX_ROWS = 64
+MAX_ROWS = 32
 _SCALARS = {torch.float16: 0, torch.bfloat16: 1}
 _CHUNK = 64
-_MAX_X_BYTES = 144 << 10
+_MAX_X_BYTES = 128 << 10
 """Of a block's share of x, which stays in shared memory beside the ring that the weight passes through."""
 
 LIBRARY.define("skinny_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, float eps, bool silu, bool overlap) -> Tensor")
@@ -36,7 +37,7 @@ class _Params(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("out", "x", "norm_weight", "bias")),
         *((name, ctypes.c_int64) for name in ("out_stride", "x_stride")),
         ("eps", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("num_rows", "num_outputs", "num_inputs", "num_stages", "is_gated", "is_added")),
+        *((name, ctypes.c_int) for name in ("num_rows", "num_outputs", "num_inputs", "num_boxes", "num_stages", "is_gated", "is_added")),
     )
 
 
@@ -95,14 +96,23 @@ def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, nor
             raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}; give {x.dtype} on {x.device} like x")
 
 
-def choose(num_rows: int, num_outputs: int, num_inputs: int) -> int:
-    """Among how many blocks K is split, or 0 where F.linear is to do it. The number of rows decides between these two and no more, so that
-    it changes no result."""
+class Plan(NamedTuple):
+    """How the work is cut up."""
+
+    num_boxes: int
+    """Of 32 rows of the weight, that a tile has."""
+    num_splits: int
+    """Blocks of a cluster, which split K."""
+
+
+def choose(num_rows: int, num_outputs: int, num_inputs: int, *, has_norm: bool = False) -> Plan | None:
+    """None where F.linear is to do it. The number of rows decides about that and no more, so that it changes no result."""
     if num_outputs % 8 or num_inputs % 8 or not 0 < num_rows <= MAX_ROWS:
-        return 0
-    splits = 4 if num_inputs <= 7168 else 8
-    columns = max(8, 1 << (num_rows - 1).bit_length())
-    return splits if -(-num_inputs // (_CHUNK * splits)) * columns * _CHUNK * 2 <= _MAX_X_BYTES else 0
+        return None
+    num_splits = 2
+    while has_norm and -(-num_inputs // (_CHUNK * num_splits)) * MAX_ROWS * _CHUNK * 2 > _MAX_X_BYTES:
+        num_splits *= 2
+    return Plan(2, num_splits) if num_splits <= 8 else None
 
 
 def can_serve(x: torch.Tensor, weight: torch.Tensor, norm_weight: torch.Tensor | None = None, residual: torch.Tensor | None = None) -> bool:
@@ -111,7 +121,7 @@ def can_serve(x: torch.Tensor, weight: torch.Tensor, norm_weight: torch.Tensor |
     return (
         x.is_cuda
         and x.dtype in _SCALARS
-        and choose(len(x), *weight.shape) > 0
+        and choose(len(x), *weight.shape, has_norm=norm_weight is not None) is not None
         and weight.is_contiguous()
         and x.stride(1) == 1
         and x.stride(0) % 8 == 0
@@ -149,7 +159,7 @@ def _run(
     norm_weight: torch.Tensor | None,
     eps: float,
     overlap: bool,
-    splits: int,
+    plan: Plan,
     *,
     is_gated: bool = False,
     is_added: bool = False,
@@ -158,9 +168,11 @@ def _run(
     params = _Params(
         out.data_ptr(), x.data_ptr(), None if norm_weight is None else norm_weight.data_ptr(),
         None if bias is None else bias.data_ptr(), out.stride(0), x.stride(0), eps,
-        len(x), num_outputs, num_inputs, 0, is_gated, is_added,
+        len(x), num_outputs, num_inputs, plan.num_boxes, 0, is_gated, is_added,
     )  # fmt: skip
-    launch(_library().launch_skinny_linear, x.device, ctypes.addressof(params), weight.data_ptr(), splits, overlap, _SCALARS[x.dtype])
+    launch(
+        _library().launch_skinny_linear, x.device, ctypes.addressof(params), weight.data_ptr(), plan.num_splits, overlap, _SCALARS[x.dtype]
+    )
 
 
 def _separate(
@@ -197,10 +209,11 @@ def _cuda(
     silu: bool,
     overlap: bool,
 ) -> torch.Tensor:
-    if not can_serve(x, weight, norm_weight):
+    plan = choose(len(x), *weight.shape, has_norm=norm_weight is not None)
+    if plan is None or not can_serve(x, weight, norm_weight):
         return _separate(x, weight, bias, norm_weight, eps, silu, overlap)
     out = torch.empty(len(x), len(weight) // 2 if silu else len(weight), dtype=x.dtype, device=x.device)
-    _run(out, x, weight, bias, norm_weight, eps, overlap, choose(len(x), *weight.shape), is_gated=silu)
+    _run(out, x, weight, bias, norm_weight, eps, overlap, plan, is_gated=silu)
     return out
 
 
@@ -213,10 +226,11 @@ def _cuda_add(
     eps: float,
     overlap: bool,
 ) -> None:
-    if not can_serve(x, weight, norm_weight, residual):
+    plan = choose(len(x), *weight.shape, has_norm=norm_weight is not None)
+    if plan is None or not can_serve(x, weight, norm_weight, residual):
         _separate_add(residual, x, weight, bias, norm_weight, eps, overlap)
     else:
-        _run(residual, x, weight, bias, norm_weight, eps, overlap, choose(len(x), *weight.shape), is_added=True)
+        _run(residual, x, weight, bias, norm_weight, eps, overlap, plan, is_added=True)
 
 
 def _meta(

@@ -1,5 +1,6 @@
 // Launcher of skinny_linear.cuh.
 #include <atomic>
+#include <type_traits>
 #include "skinny_linear.cuh"
 
 using namespace skinny_linear;
@@ -31,12 +32,11 @@ struct Device {
 };
 
 // Asked once per kernel and device: it takes microseconds.
-template <typename T, int COLUMNS> static const char* prepare(Device& found, int device, cudaLaunchConfig_t config) {
+template <typename Kernel> static const char* prepare(Device& found, int device, Kernel* kernel, cudaLaunchConfig_t config) {
     int block_bytes = 0;
     cudaDeviceGetAttribute(&block_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
     cudaDeviceGetAttribute(&found.multiprocessor_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
     cudaDeviceGetAttribute(&found.reserved_bytes, cudaDevAttrReservedSharedMemoryPerBlock, device);
-    auto* kernel = multiply<T, COLUMNS>;
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, block_bytes);
     cudaLaunchAttribute cluster;
     cluster.id = cudaLaunchAttributeClusterDimension;
@@ -53,26 +53,27 @@ template <typename T, int COLUMNS> static const char* prepare(Device& found, int
     return nullptr;
 }
 
-template <typename T, int COLUMNS>
+template <typename T, int COLUMNS, int HEIGHT>
 static const char* launch(const CUtensorMap& weight_map, const CUtensorMap& x_map, Params p, int cluster, int is_overlapped, cudaStream_t stream) {
     static Device devices[MAX_DEVICES];
     int device = 0;
     cudaGetDevice(&device);
     if (device >= MAX_DEVICES) return "more than 64 GPUs in a process";
     Device& found = devices[device];
+    auto* kernel = multiply<T, COLUMNS, HEIGHT>;
     cudaLaunchConfig_t config = {};
     config.blockDim = dim3(NUM_THREADS);
     config.stream = stream;
     if (found.block_bytes == 0)
-        if (const char* error = prepare<T, COLUMNS>(found, device, config)) return error;
+        if (const char* error = prepare(found, device, kernel, config)) return error;
 
-    const int fixed = fixed_bytes(p.num_inputs, COLUMNS, cluster);
+    const int fixed = fixed_bytes(p, COLUMNS, cluster), stage = stage_bytes(p, COLUMNS);
     const int half = found.multiprocessor_bytes / 2 - found.reserved_bytes;
     // Overlapped, blocks of two kernels share a multiprocessor, where enough is left to each.
-    const int bytes = is_overlapped == 1 && half - fixed >= MIN_STAGES * CHUNK_BYTES ? half : found.block_bytes.load();
-    p.num_stages = min((bytes - fixed) / CHUNK_BYTES, MAX_STAGES);
-    if (bytes < fixed || p.num_stages < 2) return "skinny_linear: K is too large for this many rows";
-    const int size = p.is_gated ? p.num_outputs / 2 : p.num_outputs, tile_size = p.is_gated ? BOX_ROWS : TILE;
+    const int bytes = is_overlapped == 1 && half - fixed >= MIN_STAGES * stage ? half : found.block_bytes.load();
+    p.num_stages = min((bytes - fixed) / stage, MAX_STAGES);
+    if (bytes < fixed || p.num_stages < NUM_GROUPS) return "skinny_linear: K is too large for this many rows";
+    const int size = p.is_gated ? p.num_outputs / 2 : p.num_outputs, tile_size = p.is_gated ? BOX_ROWS : p.num_boxes * BOX_ROWS;
     const int num_tiles = (size + tile_size - 1) / tile_size, most = max(found.num_clusters[cluster], 1);
     const int waves = (num_tiles + most - 1) / most;
     cudaLaunchAttribute attributes[2];
@@ -83,24 +84,32 @@ static const char* launch(const CUtensorMap& weight_map, const CUtensorMap& x_ma
     config.attrs = attributes;
     config.numAttrs = is_overlapped ? 2 : 1;
     config.gridDim = dim3((num_tiles + waves - 1) / waves * cluster);
-    config.dynamicSmemBytes = fixed + p.num_stages * CHUNK_BYTES;
-    cudaError_t error = cudaLaunchKernelEx(&config, multiply<T, COLUMNS>, weight_map, x_map, p);
+    config.dynamicSmemBytes = fixed + p.num_stages * stage;
+    cudaError_t error = cudaLaunchKernelEx(&config, kernel, weight_map, x_map, p);
     return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
-// W is contiguous. norm_weight, bias: may be null. cluster: 1, 2, 4 or 8 blocks to split K among. scalar: 0 half, 1 bfloat16.
+template <typename T, int COLUMNS>
+static const char* launch_columns(const Params& p, const void* weight, int cluster, int is_overlapped, cudaStream_t stream) {
+    alignas(64) CUtensorMap weight_map, x_map;
+    constexpr bool is_half = std::is_same_v<T, __half>;
+    if (const char* error = describe(&weight_map, weight, is_half, p.num_outputs, p.num_inputs, p.num_inputs, BOX_ROWS)) return error;
+    if (const char* error = describe(&x_map, p.x, is_half, p.num_rows, p.num_inputs, p.x_stride, COLUMNS)) return error;
+    auto* launch_high = p.num_boxes <= 2 ? launch<T, COLUMNS, 1> : launch<T, COLUMNS, 2>;
+    return launch_high(weight_map, x_map, p, cluster, is_overlapped, stream);
+}
+
+template <typename T> static const char* launch_rows(const Params& p, const void* weight, int cluster, int is_overlapped, cudaStream_t stream) {
+    auto* launch = p.num_rows <= 8 ? launch_columns<T, 8> : p.num_rows <= 16 ? launch_columns<T, 16> : launch_columns<T, 32>;
+    return launch(p, weight, cluster, is_overlapped, stream);
+}
+
+// W is contiguous, num_rows at most 32. norm_weight, bias: may be null. cluster: 1, 2, 4 or 8 blocks to split K among. num_stages is found
+// here. scalar: 0 half, 1 bfloat16.
 EXPORT const char* launch_skinny_linear(const Params* p, const void* weight, int cluster, int is_overlapped, int scalar, cudaStream_t stream) {
     if (p->num_rows == 0 || p->num_outputs == 0) return nullptr;
-    const int columns = p->num_rows <= 8 ? 8 : p->num_rows <= 16 ? 16 : p->num_rows <= 32 ? 32 : 64;
-    alignas(64) CUtensorMap weight_map, x_map;
-    if (const char* error = describe(&weight_map, weight, scalar == 0, p->num_outputs, p->num_inputs, p->num_inputs, BOX_ROWS)) return error;
-    if (const char* error = describe(&x_map, p->x, scalar == 0, p->num_rows, p->num_inputs, p->x_stride, columns)) return error;
-    using Launch = decltype(&launch<__half, 8>);
-    constexpr Launch launches[2][4] = {
-        {launch<__half, 8>, launch<__half, 16>, launch<__half, 32>, launch<__half, 64>},
-        {launch<__nv_bfloat16, 8>, launch<__nv_bfloat16, 16>, launch<__nv_bfloat16, 32>, launch<__nv_bfloat16, 64>},
-    };
-    return launches[scalar][columns == 8 ? 0 : columns == 16 ? 1 : columns == 32 ? 2 : 3](weight_map, x_map, *p, cluster, is_overlapped, stream);
+    auto* launch = scalar == 0 ? launch_rows<__half> : launch_rows<__nv_bfloat16>;
+    return launch(*p, weight, cluster, is_overlapped, stream);
 }
 
 EXPORT int skinny_linear_params_bytes() { return sizeof(Params); }
