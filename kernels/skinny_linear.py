@@ -22,11 +22,16 @@ MAX_ROWS = 32
 _SCALARS = {torch.float16: 0, torch.bfloat16: 1}
 _CHUNK = 64
 _MAX_X_BYTES = 128 << 10
-"""Of a block's share of x, which stays in shared memory beside the ring that the weight passes through."""
+"""Of a block's share of a normalised x, which stays in shared memory beside the ring that the weight passes through."""
+_AHEAD_BYTES = 96 << 10
+"""Of the next weight that each block brings into L2: together 12 MB, some 3 us of reading."""
 
-LIBRARY.define("skinny_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, float eps, bool silu, bool overlap) -> Tensor")
 LIBRARY.define(
-    "skinny_linear_add(Tensor(a!) residual, Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, float eps, bool overlap) -> ()"
+    "skinny_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, float eps, bool silu, bool overlap, Tensor? next_weight, "
+    "bool next_silu) -> Tensor"
+)
+LIBRARY.define(
+    "skinny_linear_add(Tensor(a!) residual, Tensor x, Tensor weight, Tensor? bias, bool overlap, Tensor? next_weight, bool next_silu) -> ()"
 )
 
 
@@ -41,6 +46,14 @@ class _Params(ctypes.Structure):
     )
 
 
+class _Ahead(ctypes.Structure):
+    """`Ahead` of skinny_linear.cuh, field for field."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int) for name in ("num_boxes", "is_gated", "num_outputs", "num_inputs", "cluster", "num_blocks", "num_chunks")
+    )
+
+
 def skinny_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -50,17 +63,20 @@ def skinny_linear(
     eps: float = 0.0,
     silu: bool = False,
     overlap: bool = False,
+    next_weight: torch.Tensor | None = None,
+    next_silu: bool = False,
 ) -> torch.Tensor:
     """F.linear(x, weight, bias), of rms_norm(x, norm_weight, eps) where a norm is given, and then silu_and_mul where `silu`; rounded where
     these ops round.
 
     x: [num_rows, K], rows may be strided; weight: [N, K]; bias: [N]; norm_weight: [K]. Returns a new [num_rows, N], or [num_rows, N / 2].
     `overlap`: the kernel may begin to read the weight before the one before it in the stream has ended (programmatic dependent launch);
-    so no work in the stream may still be writing the weights. Raises ValueError."""
+    so no work in the stream may still be writing the weights. `next_weight`: that of the next such layer in the stream, and `next_silu`
+    whether it is with silu: its first part is brought into L2 while this kernel ends. Neither changes the result. Raises ValueError."""
     _check(x, weight, bias, norm_weight)
     if silu and len(weight) % 2:
         raise ValueError(f"silu needs a weight of gate and up, so an even number of rows, not {len(weight)}")
-    result: torch.Tensor = torch.ops.pagewire.skinny_linear(x, weight, bias, norm_weight, eps, silu, overlap)
+    result: torch.Tensor = torch.ops.pagewire.skinny_linear(x, weight, bias, norm_weight, eps, silu, overlap, next_weight, next_silu)
     return result
 
 
@@ -70,19 +86,19 @@ def skinny_linear_add(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    norm_weight: torch.Tensor | None = None,
-    eps: float = 0.0,
     overlap: bool = False,
+    next_weight: torch.Tensor | None = None,
+    next_silu: bool = False,
 ) -> None:
-    """residual += skinny_linear(x, weight, bias, ...), in place; what is added is rounded to its type first. residual: [num_rows, N], its
-    rows may be strided, and it shares no memory with x. The rest as `skinny_linear`."""
-    _check(x, weight, bias, norm_weight)
+    """residual += F.linear(x, weight, bias), in place; what is added is rounded to its type first. residual: [num_rows, N], its rows may be
+    strided, and it shares no memory with x. The rest as `skinny_linear`."""
+    _check(x, weight, bias, None)
     if residual.shape != (len(x), len(weight)) or residual.dtype != x.dtype or residual.device != x.device:
         raise ValueError(
             f"residual must be [{len(x)}, {len(weight)}] {x.dtype} on {x.device}, not {list(residual.shape)} {residual.dtype} "
             f"on {residual.device}"
         )
-    torch.ops.pagewire.skinny_linear_add(residual, x, weight, bias, norm_weight, eps, overlap)
+    torch.ops.pagewire.skinny_linear_add(residual, x, weight, bias, overlap, next_weight, next_silu)
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm_weight: torch.Tensor | None) -> None:
@@ -105,7 +121,7 @@ class Plan(NamedTuple):
     """Blocks of a cluster, which split K."""
 
 
-def choose(num_rows: int, num_outputs: int, num_inputs: int, *, has_norm: bool = False) -> Plan | None:
+def choose(num_rows: int, num_outputs: int, num_inputs: int, *, has_norm: bool = False, silu: bool = False) -> Plan | None:
     """None where F.linear is to do it. The number of rows decides about that and no more, so that it changes no result."""
     if num_outputs % 8 or num_inputs % 8 or not 0 < num_rows <= MAX_ROWS:
         return None
@@ -115,13 +131,25 @@ def choose(num_rows: int, num_outputs: int, num_inputs: int, *, has_norm: bool =
     return Plan(2, num_splits) if num_splits <= 8 else None
 
 
-def can_serve(x: torch.Tensor, weight: torch.Tensor, norm_weight: torch.Tensor | None = None, residual: torch.Tensor | None = None) -> bool:
-    """Whether the kernel does it: on a Hopper GPU, fp16 or bf16, up to 64 rows (fewer where K is large), N and K multiples of 8, a
-    contiguous weight, and addresses and row strides that allow vector loads."""
-    return (
+def can_serve(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    norm_weight: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    silu: bool = False,
+) -> bool:
+    """Whether the kernel does it: on a Hopper GPU, fp16 or bf16, up to 32 rows, N and K multiples of 8, a contiguous weight, addresses and
+    row strides that allow vector loads, and where `choose` finds it the faster."""
+    return _plan(x, weight, norm_weight, residual, silu) is not None
+
+
+def _plan(
+    x: torch.Tensor, weight: torch.Tensor, norm_weight: torch.Tensor | None, residual: torch.Tensor | None, silu: bool
+) -> Plan | None:
+    is_served = (
         x.is_cuda
         and x.dtype in _SCALARS
-        and choose(len(x), *weight.shape, has_norm=norm_weight is not None) is not None
         and weight.is_contiguous()
         and x.stride(1) == 1
         and x.stride(0) % 8 == 0
@@ -130,6 +158,7 @@ def can_serve(x: torch.Tensor, weight: torch.Tensor, norm_weight: torch.Tensor |
         and (residual is None or (residual.stride(1) == 1 and residual.stride(0) % 4 == 0 and residual.data_ptr() % 8 == 0))
         and _is_hopper(x.device.index)
     )
+    return choose(len(x), *weight.shape, has_norm=norm_weight is not None, silu=silu) if is_served else None
 
 
 @functools.cache
@@ -145,13 +174,15 @@ def libraries() -> list[Library]:
 @functools.cache
 def _library() -> ctypes.CDLL:
     loaded = load(libraries()[0])
-    loaded.launch_skinny_linear.argtypes = [ctypes.c_void_p, ctypes.c_void_p, *(ctypes.c_int,) * 3, ctypes.c_void_p]
+    loaded.launch_skinny_linear.argtypes = [*(ctypes.c_void_p,) * 4, *(ctypes.c_int,) * 3, ctypes.c_void_p]
     loaded.launch_skinny_linear.restype = ctypes.c_char_p
     assert loaded.skinny_linear_params_bytes() == ctypes.sizeof(_Params), "Params differ between Python and CUDA"
+    assert loaded.skinny_linear_ahead_bytes() == ctypes.sizeof(_Ahead), "Ahead differs between Python and CUDA"
     return loaded
 
 
 def _run(
+    plan: Plan,
     out: torch.Tensor,
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -159,20 +190,24 @@ def _run(
     norm_weight: torch.Tensor | None,
     eps: float,
     overlap: bool,
-    plan: Plan,
+    next_weight: torch.Tensor | None,
+    next_silu: bool,
     *,
     is_gated: bool = False,
     is_added: bool = False,
 ) -> None:
-    num_outputs, num_inputs = weight.shape
     params = _Params(
-        out.data_ptr(), x.data_ptr(), None if norm_weight is None else norm_weight.data_ptr(),
-        None if bias is None else bias.data_ptr(), out.stride(0), x.stride(0), eps,
-        len(x), num_outputs, num_inputs, plan.num_boxes, 0, is_gated, is_added,
+        out.data_ptr(), x.data_ptr(), None if norm_weight is None else norm_weight.data_ptr(), None if bias is None else bias.data_ptr(),
+        out.stride(0), x.stride(0), eps, len(x), *weight.shape, plan.num_boxes, 0, is_gated, is_added,
     )  # fmt: skip
+    ahead, ahead_weight = _Ahead(), None
+    if next_weight is not None and (next_plan := _plan(x, next_weight, None, None, next_silu)) is not None:
+        ahead = _Ahead(next_plan.num_boxes, next_silu, *next_weight.shape, next_plan.num_splits, 0, _AHEAD_BYTES)
+        ahead_weight = next_weight.data_ptr()
     launch(
-        _library().launch_skinny_linear, x.device, ctypes.addressof(params), weight.data_ptr(), plan.num_splits, overlap, _SCALARS[x.dtype]
-    )
+        _library().launch_skinny_linear, x.device, ctypes.addressof(params), weight.data_ptr(), ctypes.addressof(ahead), ahead_weight,
+        plan.num_splits, overlap, _SCALARS[x.dtype],
+    )  # fmt: skip
 
 
 def _separate(
@@ -182,22 +217,14 @@ def _separate(
     norm_weight: torch.Tensor | None,
     eps: float,
     silu: bool,
-    overlap: bool,
+    *_: object,
 ) -> torch.Tensor:
     y = F.linear(x if norm_weight is None else rms_norm(x, norm_weight, eps), weight, bias)
     return silu_and_mul(y) if silu else y
 
 
-def _separate_add(
-    residual: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    norm_weight: torch.Tensor | None,
-    eps: float,
-    overlap: bool,
-) -> None:
-    residual.add_(_separate(x, weight, bias, norm_weight, eps, False, overlap))
+def _separate_add(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *_: object) -> None:
+    residual.add_(F.linear(x, weight, bias))
 
 
 def _cuda(
@@ -208,12 +235,14 @@ def _cuda(
     eps: float,
     silu: bool,
     overlap: bool,
+    next_weight: torch.Tensor | None,
+    next_silu: bool,
 ) -> torch.Tensor:
-    plan = choose(len(x), *weight.shape, has_norm=norm_weight is not None)
-    if plan is None or not can_serve(x, weight, norm_weight):
-        return _separate(x, weight, bias, norm_weight, eps, silu, overlap)
+    plan = _plan(x, weight, norm_weight, None, silu)
+    if plan is None:
+        return _separate(x, weight, bias, norm_weight, eps, silu)
     out = torch.empty(len(x), len(weight) // 2 if silu else len(weight), dtype=x.dtype, device=x.device)
-    _run(out, x, weight, bias, norm_weight, eps, overlap, plan, is_gated=silu)
+    _run(plan, out, x, weight, bias, norm_weight, eps, overlap, next_weight, next_silu, is_gated=silu)
     return out
 
 
@@ -222,15 +251,15 @@ def _cuda_add(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    norm_weight: torch.Tensor | None,
-    eps: float,
     overlap: bool,
+    next_weight: torch.Tensor | None,
+    next_silu: bool,
 ) -> None:
-    plan = choose(len(x), *weight.shape, has_norm=norm_weight is not None)
-    if plan is None or not can_serve(x, weight, norm_weight, residual):
-        _separate_add(residual, x, weight, bias, norm_weight, eps, overlap)
+    plan = _plan(x, weight, None, residual, False)
+    if plan is None:
+        _separate_add(residual, x, weight, bias)
     else:
-        _run(residual, x, weight, bias, norm_weight, eps, overlap, plan, is_added=True)
+        _run(plan, residual, x, weight, bias, None, 0.0, overlap, next_weight, next_silu, is_added=True)
 
 
 def _meta(
@@ -240,7 +269,7 @@ def _meta(
     norm_weight: torch.Tensor | None,
     eps: float,
     silu: bool,
-    overlap: bool,
+    *_: object,
 ) -> torch.Tensor:
     return x.new_empty(len(x), len(weight) // 2 if silu else len(weight))
 

@@ -92,36 +92,48 @@ class Model:
         in_order = [weight for layer in layers for weight in layer] + self.weights["head"]
 
         def step() -> None:
-            for weight in in_order:
+            for weight, following in zip(in_order, in_order[1:] + [None], strict=True):
                 x = inputs[weight.shape[1]]
-                F.linear(x, weight) if overlap is None else skinny_linear(x, weight, overlap=overlap)
+                if overlap is None:
+                    F.linear(x, weight)
+                else:
+                    skinny_linear(x, weight, overlap=overlap, next_weight=following if overlap else None)
 
         return step
 
     def step(self, num_rows: int, overlap: bool | None) -> Step:
-        """Everything of a decode step but attention, which is left out: the first columns of qkv stand for what it gives."""
-        start = self.inputs(num_rows)[self.norm.numel()]
+        """Everything of a decode step but attention, which is left out: the first columns of qkv stand for what it gives. `overlap` None: norm,
+        activation and addition are kernels of their own, the products cuBLAS's."""
+        start, eps = self.inputs(num_rows)[self.norm.numel()], 1e-5
+        head = self.weights["head"][0]
+        layers = list(zip(*(self.weights[part] for part in ("qkv", "o", "gate_up", "down")), strict=True))
+        following = [layer[0] for layer in layers[1:]] + [head]
 
         def separate() -> None:
             x = start.clone()
-            for qkv, o, gate_up, down in zip(*(self.weights[part] for part in ("qkv", "o", "gate_up", "down")), strict=True):
-                x += F.linear(F.linear(rms_norm(x, self.norm, 1e-5), qkv)[:, : x.shape[1]], o)
-                x += F.linear(silu_and_mul(F.linear(rms_norm(x, self.norm, 1e-5), gate_up)), down)
-            F.linear(rms_norm(x, self.norm, 1e-5), self.weights["head"][0])
+            for qkv, o, gate_up, down in layers:
+                x += F.linear(F.linear(rms_norm(x, self.norm, eps), qkv)[:, : x.shape[1]], o)
+                x += F.linear(silu_and_mul(F.linear(rms_norm(x, self.norm, eps), gate_up)), down)
+            F.linear(rms_norm(x, self.norm, eps), head)
 
         def fused() -> None:
-            assert overlap is not None
             x = start.clone()
-            for qkv, o, gate_up, down in zip(*(self.weights[part] for part in ("qkv", "o", "gate_up", "down")), strict=True):
-                skinny_linear_add(
-                    x, skinny_linear(x, qkv, norm_weight=self.norm, eps=1e-5, overlap=overlap)[:, : x.shape[1]], o, overlap=overlap
-                )
-                skinny_linear_add(
-                    x, skinny_linear(x, gate_up, norm_weight=self.norm, eps=1e-5, silu=True, overlap=overlap), down, overlap=overlap
-                )
-            skinny_linear(x, self.weights["head"][0], norm_weight=self.norm, eps=1e-5, overlap=overlap)
+            for qkv, o, gate_up, down in layers:
+                attended = skinny_linear(x, qkv, norm_weight=self.norm, eps=eps)[:, : x.shape[1]]
+                skinny_linear_add(x, attended, o)
+                skinny_linear_add(x, skinny_linear(x, gate_up, norm_weight=self.norm, eps=eps, silu=True), down)
+            skinny_linear(x, head, norm_weight=self.norm, eps=eps)
 
-        return separate if overlap is None else fused
+        def overlapped() -> None:
+            x = start.clone()
+            for (qkv, o, gate_up, down), after in zip(layers, following, strict=True):
+                attended = skinny_linear(x, qkv, norm_weight=self.norm, eps=eps, overlap=True, next_weight=o)[:, : x.shape[1]]
+                skinny_linear_add(x, attended, o, overlap=True, next_weight=gate_up, next_silu=True)
+                hidden = skinny_linear(x, gate_up, norm_weight=self.norm, eps=eps, silu=True, overlap=True, next_weight=down)
+                skinny_linear_add(x, hidden, down, overlap=True, next_weight=after)
+            skinny_linear(x, head, norm_weight=self.norm, eps=eps, overlap=True)
+
+        return separate if overlap is None else overlapped if overlap else fused
 
 
 def each_shape(model: Model, rows: list[int], bytes_per_s: float) -> None:

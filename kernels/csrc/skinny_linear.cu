@@ -53,8 +53,21 @@ template <typename Kernel> static const char* prepare(Device& found, int device,
     return nullptr;
 }
 
-template <typename T, int COLUMNS, int HEIGHT>
-static const char* launch(const CUtensorMap& weight_map, const CUtensorMap& x_map, Params p, int cluster, int is_overlapped, cudaStream_t stream) {
+struct Launch {
+    CUtensorMap weight_map, x_map, ahead_map;
+    Params params;
+    Ahead ahead;
+    int cluster, is_overlapped;
+    cudaStream_t stream;
+};
+
+// How many clusters take the tiles: as few as need no longer than all that run at once.
+static int clusters_for(const Tiling& tiling, const Device& found, int cluster) {
+    const int most = max(found.num_clusters[cluster], 1), waves = (tiling.num_tiles + most - 1) / most;
+    return (tiling.num_tiles + waves - 1) / waves;
+}
+
+template <typename T, int COLUMNS, int HEIGHT> static const char* launch(const Launch& what) {
     static Device devices[MAX_DEVICES];
     int device = 0;
     cudaGetDevice(&device);
@@ -63,53 +76,65 @@ static const char* launch(const CUtensorMap& weight_map, const CUtensorMap& x_ma
     auto* kernel = multiply<T, COLUMNS, HEIGHT>;
     cudaLaunchConfig_t config = {};
     config.blockDim = dim3(NUM_THREADS);
-    config.stream = stream;
+    config.stream = what.stream;
     if (found.block_bytes == 0)
         if (const char* error = prepare(found, device, kernel, config)) return error;
 
-    const int fixed = fixed_bytes(p, COLUMNS, cluster), stage = stage_bytes(p, COLUMNS);
+    Params p = what.params;
+    Ahead ahead = what.ahead;
+    const int cluster = what.cluster;
+    const Tiling tiling(p.num_outputs, p.num_inputs, p.num_boxes, p.is_gated);
+    const int num_clusters = clusters_for(tiling, found, cluster), fixed = fixed_bytes(p, COLUMNS, cluster), stage = stage_bytes(p, COLUMNS);
     const int half = found.multiprocessor_bytes / 2 - found.reserved_bytes;
-    // Overlapped, blocks of two kernels share a multiprocessor, where enough is left to each.
-    const int bytes = is_overlapped == 1 && half - fixed >= MIN_STAGES * stage ? half : found.block_bytes.load();
-    p.num_stages = min((bytes - fixed) / stage, MAX_STAGES);
+    const int bytes = what.is_overlapped == 1 && half - fixed >= MIN_STAGES * stage ? half : found.block_bytes.load();
+    const int chunks = (tiling.num_chunks + cluster - 1) / cluster * ((tiling.num_tiles + num_clusters - 1) / num_clusters);
+    p.num_stages = min(min((bytes - fixed) / stage, max(chunks, NUM_GROUPS)), MAX_STAGES);
     if (bytes < fixed || p.num_stages < NUM_GROUPS) return "skinny_linear: K is too large for this many rows";
-    const int size = p.is_gated ? p.num_outputs / 2 : p.num_outputs, tile_size = p.is_gated ? BOX_ROWS : p.num_boxes * BOX_ROWS;
-    const int num_tiles = (size + tile_size - 1) / tile_size, most = max(found.num_clusters[cluster], 1);
-    const int waves = (num_tiles + most - 1) / most;
+    if (ahead.num_boxes > 0) {
+        const Tiling next(ahead.num_outputs, ahead.num_inputs, ahead.num_boxes, ahead.is_gated);
+        ahead.num_blocks = clusters_for(next, found, ahead.cluster) * ahead.cluster;
+        ahead.num_chunks = min(next.num_chunks / ahead.cluster, ahead.num_chunks / (ahead.num_boxes * BOX_BYTES));
+    }
     cudaLaunchAttribute attributes[2];
     attributes[0].id = cudaLaunchAttributeClusterDimension;
     attributes[0].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
     attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[1].val.programmaticStreamSerializationAllowed = 1;
     config.attrs = attributes;
-    config.numAttrs = is_overlapped ? 2 : 1;
-    config.gridDim = dim3((num_tiles + waves - 1) / waves * cluster);
+    config.numAttrs = what.is_overlapped ? 2 : 1;
+    config.gridDim = dim3(num_clusters * cluster);
     config.dynamicSmemBytes = fixed + p.num_stages * stage;
-    cudaError_t error = cudaLaunchKernelEx(&config, kernel, weight_map, x_map, p);
+    cudaError_t error = cudaLaunchKernelEx(&config, kernel, what.weight_map, what.x_map, what.ahead_map, p, ahead);
     return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
-template <typename T, int COLUMNS>
-static const char* launch_columns(const Params& p, const void* weight, int cluster, int is_overlapped, cudaStream_t stream) {
-    alignas(64) CUtensorMap weight_map, x_map;
-    constexpr bool is_half = std::is_same_v<T, __half>;
-    if (const char* error = describe(&weight_map, weight, is_half, p.num_outputs, p.num_inputs, p.num_inputs, BOX_ROWS)) return error;
-    if (const char* error = describe(&x_map, p.x, is_half, p.num_rows, p.num_inputs, p.x_stride, COLUMNS)) return error;
-    auto* launch_high = p.num_boxes <= 2 ? launch<T, COLUMNS, 1> : launch<T, COLUMNS, 2>;
-    return launch_high(weight_map, x_map, p, cluster, is_overlapped, stream);
+template <typename T, int COLUMNS> static const char* launch_columns(const Launch& what) {
+    return what.params.num_boxes <= 2 ? launch<T, COLUMNS, 1>(what) : launch<T, COLUMNS, 2>(what);
 }
 
-template <typename T> static const char* launch_rows(const Params& p, const void* weight, int cluster, int is_overlapped, cudaStream_t stream) {
-    auto* launch = p.num_rows <= 8 ? launch_columns<T, 8> : p.num_rows <= 16 ? launch_columns<T, 16> : launch_columns<T, 32>;
-    return launch(p, weight, cluster, is_overlapped, stream);
+template <typename T> static const char* launch_rows(const Launch& what, int columns) {
+    return columns == 8 ? launch_columns<T, 8>(what) : columns == 16 ? launch_columns<T, 16>(what) : launch_columns<T, 32>(what);
 }
 
-// W is contiguous, num_rows at most 32. norm_weight, bias: may be null. cluster: 1, 2, 4 or 8 blocks to split K among. num_stages is found
-// here. scalar: 0 half, 1 bfloat16.
-EXPORT const char* launch_skinny_linear(const Params* p, const void* weight, int cluster, int is_overlapped, int scalar, cudaStream_t stream) {
+// W is contiguous, num_rows at most 32. norm_weight, bias: may be null. cluster: 1, 2, 4 or 8 blocks to split K among. ahead_weight: null, or
+// what the product after this one reads, as `ahead` tells. num_stages is found here. scalar: 0 half, 1 bfloat16.
+EXPORT const char* launch_skinny_linear(const Params* p, const void* weight, const Ahead* ahead, const void* ahead_weight, int cluster,
+                                        int is_overlapped, int scalar, cudaStream_t stream) {
     if (p->num_rows == 0 || p->num_outputs == 0) return nullptr;
-    auto* launch = scalar == 0 ? launch_rows<__half> : launch_rows<__nv_bfloat16>;
-    return launch(*p, weight, cluster, is_overlapped, stream);
+    const int columns = p->num_rows <= 8 ? 8 : p->num_rows <= 16 ? 16 : 32;
+    const bool is_half = scalar == 0;
+    Launch what;
+    what.params = *p, what.ahead = *ahead, what.cluster = cluster, what.is_overlapped = is_overlapped, what.stream = stream;
+    if (const char* error = describe(&what.weight_map, weight, is_half, p->num_outputs, p->num_inputs, p->num_inputs, BOX_ROWS)) return error;
+    if (const char* error = describe(&what.x_map, p->x, is_half, p->num_rows, p->num_inputs, p->x_stride, columns)) return error;
+    if (ahead_weight == nullptr) {
+        what.ahead_map = what.weight_map;
+        what.ahead = {};
+    } else if (const char* error = describe(&what.ahead_map, ahead_weight, is_half, ahead->num_outputs, ahead->num_inputs, ahead->num_inputs, BOX_ROWS)) {
+        return error;
+    }
+    return is_half ? launch_rows<__half>(what, columns) : launch_rows<__nv_bfloat16>(what, columns);
 }
 
 EXPORT int skinny_linear_params_bytes() { return sizeof(Params); }
+EXPORT int skinny_linear_ahead_bytes() { return sizeof(Ahead); }

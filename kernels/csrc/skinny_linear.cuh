@@ -21,9 +21,7 @@ constexpr int NUM_CONSUMERS = NUM_GROUPS * GROUP_THREADS, NUM_WARPS = NUM_CONSUM
 constexpr int NUM_THREADS = NUM_CONSUMERS + 32;  // one more warp produces
 constexpr int MIN_STAGES = 5, MAX_STAGES = 32;   // a lane of the producing warp initialises each
 constexpr int MAX_CLUSTER = 8;
-#ifndef CHAINS
-#define CHAINS 2
-#endif
+constexpr int CHAINS = 2;  // sums of a product that do not wait for each other
 
 struct Params {
     void* out;  // [M, N], or [M, N / 2] where gated
@@ -34,6 +32,25 @@ struct Params {
     int num_boxes;  // of a tile; 2 where gated: gates, and the same rows of up
     int num_stages;
     int is_gated, is_added;  // out = silu(gate) * up; out += y
+};
+
+// Where the tiles of a product are.
+struct Tiling {
+    int num_tiles, tile_size, num_boxes, box_step;  // box_step: rows of W from one box of a tile to the next
+    int num_chunks;                                 // of K
+
+    __host__ __device__ Tiling(int num_outputs, int num_inputs, int num_boxes, bool is_gated)
+        : num_boxes(num_boxes), num_chunks((num_inputs + CHUNK - 1) / CHUNK) {
+        const int size = is_gated ? num_outputs / 2 : num_outputs;
+        tile_size = is_gated ? BOX_ROWS : num_boxes * BOX_ROWS;
+        num_tiles = (size + tile_size - 1) / tile_size;
+        box_step = is_gated ? size : BOX_ROWS;
+    }
+};
+
+// What the product after this one reads first, to be brought into L2 while this one ends: the first num_chunks of each of its blocks.
+struct Ahead {
+    int num_boxes, is_gated, num_outputs, num_inputs, cluster, num_blocks, num_chunks;  // num_blocks 0: nothing
 };
 
 struct Barriers {
@@ -58,39 +75,57 @@ static inline int fixed_bytes(const Params& p, int columns, int cluster) {
 
 #if __CUDA_ARCH__ >= 900
 
-// x of this block's columns into shared memory as tensor copies leave it, normalised: each rank takes the sums of squares of every
-// cluster-th row and tells the others.
+// x of this block's columns into shared memory as tensor copies leave it, normalised. It is read once: each block of the cluster tells the
+// others the sums of squares over its columns. `squares`: [rank][warp][COLUMNS].
 template <typename T, int COLUMNS>
-__device__ inline void normalise(const Params& p, unsigned char* x_tiles, float* factors, uint64_t* ready, int first_chunk, int num_chunks) {
-    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+__device__ inline void normalise(const Params& p, unsigned char* x_tiles, float* squares, float* factors, uint64_t* ready, int first_chunk,
+                                 int num_chunks) {
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, num_packs = num_chunks * 8;
     const uint32_t rank = cluster_rank(), ranks = cluster_size();
-    const int packs = p.num_inputs / 8;
-    if (thread == 0) mbarrier_expect_bytes(ready, p.num_rows * sizeof(float));
-    for (int row = rank + ranks * warp; row < p.num_rows; row += ranks * NUM_WARPS) {
-        const auto* x = (const Pack<T, 8>*)((const T*)p.x + row * p.x_stride);
-        float squares = 0.0f;
-#pragma unroll 8
-        for (int i = lane; i < packs; i += 32) {
-            const Pack<T, 8> pack = x[i];
+    const auto* norm_weight = (const Pack<T, 8>*)((const T*)p.norm_weight + first_chunk * CHUNK);
+    const auto* x = (const T*)p.x + first_chunk * CHUNK;
+    const int packs_inside = min(num_packs, p.num_inputs / 8 - first_chunk * 8);
+    auto tile_at = [&](int i, int row) { return (Pack<T, 8>*)(x_tiles + (i / 8 * COLUMNS + row) * 128 + (i % 8 ^ (row & 7)) * 16); };
+    if (thread == 0) mbarrier_expect_bytes(ready, ranks * NUM_WARPS * p.num_rows * sizeof(float));
+    Pack<T, 8> weight = thread < packs_inside ? norm_weight[thread] : Pack<T, 8>{};
+    float sums[COLUMNS] = {};
+    for (int i = thread; i < num_packs; i += NUM_CONSUMERS) {
 #pragma unroll
-            for (int j = 0; j < 8; j++) squares += to_float(pack.items[j]) * to_float(pack.items[j]);
+        for (int row = 0; row < COLUMNS; row++) {
+            if (row >= p.num_rows) break;
+            const Pack<T, 8> pack = i < packs_inside ? *((const Pack<T, 8>*)(x + row * p.x_stride) + i) : Pack<T, 8>{};
+#pragma unroll
+            for (int j = 0; j < 8; j++) sums[row] += to_float(pack.items[j]) * to_float(pack.items[j]);
+            *tile_at(i, row) = pack;
         }
-#pragma unroll
-        for (int step = 16; step > 0; step /= 2) squares += __shfl_xor_sync(0xffffffffu, squares, step);
-        const float factor = rsqrtf(squares / p.num_inputs + p.eps);
-        if (lane < ranks) remote_store(remote_address(factors + row, lane), remote_address(ready, lane), factor);
     }
+    float mine = 0.0f;  // of row `lane`
+#pragma unroll
+    for (int row = 0; row < COLUMNS; row++) {
+#pragma unroll
+        for (int step = 16; step > 0; step /= 2) sums[row] += __shfl_xor_sync(0xffffffffu, sums[row], step);
+        if (lane == row) mine = sums[row];
+    }
+    if (lane < p.num_rows)
+        for (int to = 0; to < ranks; to++)
+            remote_store(remote_address(squares + (rank * NUM_WARPS + warp) * COLUMNS + lane, to), remote_address(ready, to), mine);
     mbarrier_wait_cluster(ready, 0);
-    for (int i = thread; i < num_chunks * 8; i += NUM_CONSUMERS) {
-        const int chunk = i / 8, part = i % 8, column = (first_chunk + chunk) * CHUNK + part * 8;
-        const bool is_inside = column < p.num_inputs;
-        const Pack<T, 8> weight = is_inside ? *(const Pack<T, 8>*)((const T*)p.norm_weight + column) : Pack<T, 8>{};
+    if (thread < p.num_rows) {
+        float total = 0.0f;
+#pragma unroll 16
+        for (int part = 0; part < ranks * NUM_WARPS; part++) total += squares[part * COLUMNS + thread];
+        factors[thread] = rsqrtf(total / p.num_inputs + p.eps);
+    }
+    named_barrier_sync(1, NUM_CONSUMERS);
+    for (int i = thread; i < num_packs; i += NUM_CONSUMERS) {
+        if (i != thread) weight = i < packs_inside ? norm_weight[i] : Pack<T, 8>{};
 #pragma unroll 8
         for (int row = 0; row < p.num_rows; row++) {
-            Pack<T, 8> pack = is_inside ? *(const Pack<T, 8>*)((const T*)p.x + row * p.x_stride + column) : Pack<T, 8>{};
+            Pack<T, 8> pack = *tile_at(i, row);
+            const float factor = factors[row];
 #pragma unroll
-            for (int j = 0; j < 8; j++) pack.items[j] = from_float<T>(to_float(pack.items[j]) * factors[row] * to_float(weight.items[j]));
-            *(Pack<T, 8>*)(x_tiles + (chunk * COLUMNS + row) * 128 + (part ^ (row & 7)) * 16) = pack;
+            for (int j = 0; j < 8; j++) pack.items[j] = from_float<T>(to_float(pack.items[j]) * factor * to_float(weight.items[j]));
+            *tile_at(i, row) = pack;
         }
     }
     fence_shared_for_async();
@@ -151,33 +186,35 @@ template <typename T, int COLUMNS> __device__ inline void write_share(const Para
 // Grid: clusters of 1, 2, 4 or 8 blocks; cluster i takes the tiles i, i + clusters, ... COLUMNS: 8, 16 or 32, at least M. HEIGHT: products
 // of 64 rows that a tile takes, 1 or 2; where it has fewer rows, the others are of what happens to stand behind them, and are dropped.
 template <typename T, int COLUMNS, int HEIGHT>
-__global__ void __launch_bounds__(NUM_THREADS) multiply(const __grid_constant__ CUtensorMap weight_map, const __grid_constant__ CUtensorMap x_map, const Params p) {
+__global__ void __launch_bounds__(NUM_THREADS)
+    multiply(const __grid_constant__ CUtensorMap weight_map, const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap ahead_map,
+             const Params p, const Ahead ahead) {
 #if __CUDA_ARCH__ >= 900
     extern __shared__ unsigned char unaligned[];
     unsigned char* ring = unaligned + (-shared_address(unaligned) & 1023);
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const uint32_t rank = cluster_rank(), ranks = cluster_size();
-    const int all_chunks = (p.num_inputs + CHUNK - 1) / CHUNK;
-    const int first_chunk = all_chunks * rank / ranks, num_chunks = all_chunks * (rank + 1) / ranks - first_chunk;
-    const int size = p.is_gated ? p.num_outputs / 2 : p.num_outputs, tile_rows = p.num_boxes * BOX_ROWS, tile_size = p.is_gated ? BOX_ROWS : tile_rows;
-    const int num_tiles = (size + tile_size - 1) / tile_size, num_clusters = gridDim.x / ranks, first_tile = blockIdx.x / ranks;
+    const Tiling tiling(p.num_outputs, p.num_inputs, p.num_boxes, p.is_gated);
+    const int first_chunk = tiling.num_chunks * rank / ranks, num_chunks = tiling.num_chunks * (rank + 1) / ranks - first_chunk;
+    const int tile_rows = p.num_boxes * BOX_ROWS, num_clusters = gridDim.x / ranks, first_tile = blockIdx.x / ranks;
     const bool is_streamed = p.norm_weight == nullptr;
-    const int weight_bytes = p.num_boxes * BOX_BYTES, x_bytes = is_streamed ? COLUMNS * CHUNK * 2 : 0, stage_bytes = weight_bytes + x_bytes;
+    const int weight_bytes = p.num_boxes * BOX_BYTES, stage_bytes = weight_bytes + (is_streamed ? COLUMNS * CHUNK * 2 : 0);
     unsigned char* x_tiles = ring + p.num_stages * stage_bytes + BOX_BYTES;
-    float* sums = (float*)(x_tiles + (is_streamed ? 0 : (all_chunks + ranks - 1) / ranks * COLUMNS * CHUNK * 2));
+    float* sums = (float*)(x_tiles + (is_streamed ? 0 : (tiling.num_chunks + ranks - 1) / ranks * COLUMNS * CHUNK * 2));
     const int sums_size = skinny_linear::sums_size(COLUMNS, p.num_boxes);
     float* factors = sums + 2 * sums_size;
     auto& barriers = *(Barriers*)(factors + COLUMNS);
 
     if (warp == NUM_WARPS) {
-        if (lane < p.num_stages) {
-            mbarrier_init(&barriers.full[lane], 1);
-            mbarrier_init(&barriers.empty[lane], GROUP_WARPS);
-        }
         if (lane == 0) {
+            prefetch_description(&weight_map);
             mbarrier_init(&barriers.factors_full, 1);
             mbarrier_init(&barriers.sums_full[0], 1);
             mbarrier_init(&barriers.sums_full[1], 1);
+        }
+        if (lane < p.num_stages) {
+            mbarrier_init(&barriers.full[lane], 1);
+            mbarrier_init(&barriers.empty[lane], GROUP_WARPS);
         }
         mbarrier_init_fence();
         __syncwarp();
@@ -186,11 +223,10 @@ __global__ void __launch_bounds__(NUM_THREADS) multiply(const __grid_constant__ 
     const uint64_t once = evict_first_policy();
     auto load_weight = [&](int tile, int chunk, int stage) {
         unsigned char* to = ring + stage * stage_bytes;
+        int row = tile * tiling.tile_size;
         mbarrier_expect_bytes(&barriers.full[stage], stage_bytes);
-        for (int box = 0; box < p.num_boxes; box++, to += BOX_BYTES) {
-            const int row = tile * tile_size + (p.is_gated ? box * size : box * BOX_ROWS);
+        for (int box = 0; box < p.num_boxes; box++, to += BOX_BYTES, row += tiling.box_step)
             tensor_copy(to, &weight_map, (first_chunk + chunk) * CHUNK, row, &barriers.full[stage], once);
-        }
     };
     auto load_x = [&](int chunk, int stage) {
         tensor_copy(ring + stage * stage_bytes + weight_bytes, &x_map, (first_chunk + chunk) * CHUNK, 0, &barriers.full[stage]);
@@ -198,7 +234,7 @@ __global__ void __launch_bounds__(NUM_THREADS) multiply(const __grid_constant__ 
     // W depends on no other kernel, so that its first chunks are on their way before anything is waited for.
     int tile = first_tile, chunk = 0, num_loaded = 0;
     if (thread == NUM_CONSUMERS)
-        for (; tile < num_tiles && num_loaded < p.num_stages && num_chunks > 0; num_loaded++) {
+        for (; tile < tiling.num_tiles && num_loaded < p.num_stages && num_chunks > 0; num_loaded++) {
             load_weight(tile, chunk, num_loaded);
             if (++chunk == num_chunks) chunk = 0, tile += num_clusters;
         }
@@ -207,27 +243,40 @@ __global__ void __launch_bounds__(NUM_THREADS) multiply(const __grid_constant__ 
     wait_for_previous_kernel();
 
     if (warp == NUM_WARPS) {
-        if (lane != 0 || num_chunks == 0) return;
+        if (lane != 0) return;
         if (is_streamed)
             for (int stage = 0; stage < num_loaded; stage++) load_x(stage % num_chunks, stage);
-        for (int stage = 0, parity = 0; tile < num_tiles; tile += num_clusters, chunk = 0)
+        for (int stage = 0, parity = 0; tile < tiling.num_tiles && num_chunks > 0; tile += num_clusters, chunk = 0)
             for (; chunk < num_chunks; chunk++) {
                 mbarrier_wait(&barriers.empty[stage], parity);
                 load_weight(tile, chunk, stage);
                 if (is_streamed) load_x(chunk, stage);
                 if (++stage == p.num_stages) stage = 0, parity ^= 1;
             }
+        // Memory would idle while this kernel ends and the next begins.
+        for (int block = blockIdx.x; block < ahead.num_blocks; block += gridDim.x) {
+            const Tiling next(ahead.num_outputs, ahead.num_inputs, ahead.num_boxes, ahead.is_gated);
+            const int first = next.num_chunks * (block % ahead.cluster) / ahead.cluster;
+            for (int i = first; i < first + ahead.num_chunks; i++)
+                for (int box = 0; box < next.num_boxes; box++)
+                    tensor_prefetch(&ahead_map, i * CHUNK, block / ahead.cluster * next.tile_size + box * next.box_step);
+        }
         return;
     }
-    if (!is_streamed) normalise<T, COLUMNS>(p, x_tiles, factors, &barriers.factors_full, first_chunk, num_chunks);
+    if (!is_streamed) normalise<T, COLUMNS>(p, x_tiles, sums + sums_size, factors, &barriers.factors_full, first_chunk, num_chunks);
     constexpr int STRIDE = sums_stride(COLUMNS);
     const int group = warp / GROUP_WARPS;
     const uint64_t ring_descriptor = matrix_descriptor(ring), x_descriptor = matrix_descriptor(is_streamed ? ring + weight_bytes : x_tiles);
     int num_done = 0;
-    for (int tile = first_tile; tile < num_tiles; tile += num_clusters, num_done++) {
+    auto write_previous = [&](int tile) {
+        const int previous = num_done - 1, turn = previous & 1;
+        mbarrier_wait_cluster(&barriers.sums_full[turn], previous / 2 & 1);
+        write_share<T, COLUMNS>(p, sums + turn * sums_size, tile);
+    };
+    for (tile = first_tile; tile < tiling.num_tiles; tile += num_clusters, num_done++) {
         float y[HEIGHT][CHAINS][COLUMNS / 2] = {};
         const int first = num_done * num_chunks + group;
-        int stage = first % p.num_stages, parity = first / p.num_stages & 1, previous = -1;
+        int stage = first % p.num_stages, parity = first / p.num_stages & 1;
         for (int i = group; i < num_chunks; i += NUM_GROUPS) {
             mbarrier_wait(&barriers.full[stage], parity);
             const uint64_t a = ring_descriptor + (stage * stage_bytes >> 4);
@@ -238,14 +287,18 @@ __global__ void __launch_bounds__(NUM_THREADS) multiply(const __grid_constant__ 
 #pragma unroll
                 for (int h = 0; h < HEIGHT; h++) Wgmma<T>::products(y[h][k % CHAINS], a + h * (64 * 128 >> 4) + 2 * k, b + 2 * k);
             wgmma_commit();
-            wgmma_wait<1>();
-            if (previous >= 0 && lane == 0) mbarrier_arrive(&barriers.empty[previous]);
-            previous = stage;
+            // The other group multiplies meanwhile; the sooner this stage is free, the more of W is under way.
+            wgmma_wait<0>();
+            if (lane == 0) mbarrier_arrive(&barriers.empty[stage]);
             stage += NUM_GROUPS;
             if (stage >= p.num_stages) stage -= p.num_stages, parity ^= 1;
         }
-        wgmma_wait<0>();
-        if (previous >= 0 && lane == 0) mbarrier_arrive(&barriers.empty[previous]);
+#pragma unroll
+        for (int h = 0; h < HEIGHT; h++)
+#pragma unroll
+            for (int c = 0; c < CHAINS; c++) keep_in_registers(y[h][c]);
+        // The sums of a tile travel while the next is multiplied.
+        if (num_done > 0) write_previous(tile - num_clusters);
 
         // A thread has two rows of each 64, 8 apart, and each belongs to the block whose share it is.
         const int turn = num_done & 1, share = tile_rows / ranks;
@@ -254,8 +307,6 @@ __global__ void __launch_bounds__(NUM_THREADS) multiply(const __grid_constant__ 
         if (thread == 0) mbarrier_expect_bytes(full, NUM_GROUPS * tile_rows * COLUMNS * sizeof(float));
 #pragma unroll
         for (int h = 0; h < HEIGHT; h++) {
-#pragma unroll
-            for (int c = 0; c < CHAINS; c++) keep_in_registers(y[h][c]);
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const int row = h * 64 + warp % GROUP_WARPS * 16 + half * 8 + lane / 4;
@@ -273,9 +324,8 @@ __global__ void __launch_bounds__(NUM_THREADS) multiply(const __grid_constant__ 
                 }
             }
         }
-        mbarrier_wait_cluster(full, num_done / 2 & 1);
-        write_share<T, COLUMNS>(p, sums + turn * sums_size, tile);
     }
+    if (num_done > 0) write_previous(tile - num_clusters);
 #endif
 }
 
