@@ -119,6 +119,8 @@ class Plan(NamedTuple):
     """Of 32 rows of the weight, that a tile has."""
     num_splits: int
     """Blocks of a cluster, which split K."""
+    blocks_per_multiprocessor: int = 1
+    """As many rings of this size fit: with 2, the next kernel's begins to fill while this one's is still in use."""
 
 
 def choose(num_rows: int, num_outputs: int, num_inputs: int, *, has_norm: bool = False, silu: bool = False) -> Plan | None:
@@ -128,7 +130,7 @@ def choose(num_rows: int, num_outputs: int, num_inputs: int, *, has_norm: bool =
     num_splits = 2
     while has_norm and -(-num_inputs // (_CHUNK * num_splits)) * MAX_ROWS * _CHUNK * 2 > _MAX_X_BYTES:
         num_splits *= 2
-    return Plan(2, num_splits) if num_splits <= 8 else None
+    return Plan(2, num_splits, 2) if num_splits <= 8 else None
 
 
 def can_serve(
@@ -174,7 +176,7 @@ def libraries() -> list[Library]:
 @functools.cache
 def _library() -> ctypes.CDLL:
     loaded = load(libraries()[0])
-    loaded.launch_skinny_linear.argtypes = [*(ctypes.c_void_p,) * 4, *(ctypes.c_int,) * 3, ctypes.c_void_p]
+    loaded.launch_skinny_linear.argtypes = [*(ctypes.c_void_p,) * 4, *(ctypes.c_int,) * 4, ctypes.c_void_p]
     loaded.launch_skinny_linear.restype = ctypes.c_char_p
     assert loaded.skinny_linear_params_bytes() == ctypes.sizeof(_Params), "Params differ between Python and CUDA"
     assert loaded.skinny_linear_ahead_bytes() == ctypes.sizeof(_Ahead), "Ahead differs between Python and CUDA"
@@ -206,7 +208,7 @@ def _run(
         ahead_weight = next_weight.data_ptr()
     launch(
         _library().launch_skinny_linear, x.device, ctypes.addressof(params), weight.data_ptr(), ctypes.addressof(ahead), ahead_weight,
-        plan.num_splits, overlap, _SCALARS[x.dtype],
+        plan.num_splits, plan.blocks_per_multiprocessor, overlap, _SCALARS[x.dtype],
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@
 using namespace skinny_linear;
 
 constexpr int MAX_DEVICES = 64;
+#define EXPERIMENT(x) (x)
 
 // Rows of 16-bit items, `stride` items apart; boxes of CHUNK columns.
 static const char* describe(CUtensorMap* map, const void* rows, bool is_half, int num_rows, int num_columns, int64_t stride, int box_rows) {
@@ -57,7 +58,7 @@ struct Launch {
     CUtensorMap weight_map, x_map, ahead_map;
     Params params;
     Ahead ahead;
-    int cluster, is_overlapped;
+    int cluster, blocks_per_multiprocessor, is_overlapped;
     cudaStream_t stream;
 };
 
@@ -84,11 +85,12 @@ template <typename T, int COLUMNS, int HEIGHT> static const char* launch(const L
     Ahead ahead = what.ahead;
     const int cluster = what.cluster;
     const Tiling tiling(p.num_outputs, p.num_inputs, p.num_boxes, p.is_gated);
-    const int num_clusters = clusters_for(tiling, found, cluster), fixed = fixed_bytes(p, COLUMNS, cluster), stage = stage_bytes(p, COLUMNS);
-    const int half = found.multiprocessor_bytes / 2 - found.reserved_bytes;
-    const int bytes = what.is_overlapped == 1 && half - fixed >= MIN_STAGES * stage ? half : found.block_bytes.load();
+    const int num_clusters = EXPERIMENT(what.is_overlapped & 2) ? tiling.num_tiles : clusters_for(tiling, found, cluster), fixed = fixed_bytes(p, COLUMNS, cluster), stage = stage_bytes(p, COLUMNS);
+    // Where blocks of two kernels are to share a multiprocessor, and a ring of use is left to each.
+    const int part = found.multiprocessor_bytes / what.blocks_per_multiprocessor - found.reserved_bytes;
+    const int bytes = part - fixed >= MIN_STAGES * stage ? min(part, found.block_bytes.load()) : found.block_bytes.load();
     const int chunks = (tiling.num_chunks + cluster - 1) / cluster * ((tiling.num_tiles + num_clusters - 1) / num_clusters);
-    p.num_stages = min(min((bytes - fixed) / stage, max(chunks, NUM_GROUPS)), MAX_STAGES);
+    p.num_stages = min(min((bytes - fixed) / stage, chunks + 1), MAX_STAGES) / NUM_GROUPS * NUM_GROUPS;
     if (bytes < fixed || p.num_stages < NUM_GROUPS) return "skinny_linear: K is too large for this many rows";
     if (ahead.num_boxes > 0) {
         const Tiling next(ahead.num_outputs, ahead.num_inputs, ahead.num_boxes, ahead.is_gated);
@@ -101,7 +103,7 @@ template <typename T, int COLUMNS, int HEIGHT> static const char* launch(const L
     attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[1].val.programmaticStreamSerializationAllowed = 1;
     config.attrs = attributes;
-    config.numAttrs = what.is_overlapped ? 2 : 1;
+    config.numAttrs = what.is_overlapped & 1 ? 2 : 1;
     config.gridDim = dim3(num_clusters * cluster);
     config.dynamicSmemBytes = fixed + p.num_stages * stage;
     cudaError_t error = cudaLaunchKernelEx(&config, kernel, what.weight_map, what.x_map, what.ahead_map, p, ahead);
@@ -119,12 +121,13 @@ template <typename T> static const char* launch_rows(const Launch& what, int col
 // W is contiguous, num_rows at most 32. norm_weight, bias: may be null. cluster: 1, 2, 4 or 8 blocks to split K among. ahead_weight: null, or
 // what the product after this one reads, as `ahead` tells. num_stages is found here. scalar: 0 half, 1 bfloat16.
 EXPORT const char* launch_skinny_linear(const Params* p, const void* weight, const Ahead* ahead, const void* ahead_weight, int cluster,
-                                        int is_overlapped, int scalar, cudaStream_t stream) {
+                                        int blocks_per_multiprocessor, int is_overlapped, int scalar, cudaStream_t stream) {
     if (p->num_rows == 0 || p->num_outputs == 0) return nullptr;
     const int columns = p->num_rows <= 8 ? 8 : p->num_rows <= 16 ? 16 : 32;
     const bool is_half = scalar == 0;
     Launch what;
-    what.params = *p, what.ahead = *ahead, what.cluster = cluster, what.is_overlapped = is_overlapped, what.stream = stream;
+    what.params = *p, what.ahead = *ahead, what.cluster = cluster, what.blocks_per_multiprocessor = blocks_per_multiprocessor;
+    what.is_overlapped = is_overlapped, what.stream = stream;
     if (const char* error = describe(&what.weight_map, weight, is_half, p->num_outputs, p->num_inputs, p->num_inputs, BOX_ROWS)) return error;
     if (const char* error = describe(&what.x_map, p->x, is_half, p->num_rows, p->num_inputs, p->x_stride, columns)) return error;
     if (ahead_weight == nullptr) {

@@ -19,7 +19,7 @@ constexpr int MAX_BOXES = 4;
 constexpr int NUM_GROUPS = 2, GROUP_THREADS = 128, GROUP_WARPS = GROUP_THREADS / 32;
 constexpr int NUM_CONSUMERS = NUM_GROUPS * GROUP_THREADS, NUM_WARPS = NUM_CONSUMERS / 32;
 constexpr int NUM_THREADS = NUM_CONSUMERS + 32;  // one more warp produces
-constexpr int MIN_STAGES = 5, MAX_STAGES = 32;   // a lane of the producing warp initialises each
+constexpr int MIN_STAGES = 4, MAX_STAGES = 32;   // a lane of the producing warp initialises each
 constexpr int MAX_CLUSTER = 8;
 constexpr int CHAINS = 2;  // sums of a product that do not wait for each other
 
@@ -88,23 +88,30 @@ __device__ inline void normalise(const Params& p, unsigned char* x_tiles, float*
     auto tile_at = [&](int i, int row) { return (Pack<T, 8>*)(x_tiles + (i / 8 * COLUMNS + row) * 128 + (i % 8 ^ (row & 7)) * 16); };
     if (thread == 0) mbarrier_expect_bytes(ready, ranks * NUM_WARPS * p.num_rows * sizeof(float));
     Pack<T, 8> weight = thread < packs_inside ? norm_weight[thread] : Pack<T, 8>{};
-    float sums[COLUMNS] = {};
-    for (int i = thread; i < num_packs; i += NUM_CONSUMERS) {
+    float mine = 0.0f;  // sum of squares of row `lane`
+    constexpr int ROWS = 8;  // at once: their loads are under way together
+#pragma unroll 1
+    for (int first = 0; first < p.num_rows; first += ROWS) {
+        float sums[ROWS] = {};
+#pragma unroll 1
+        for (int i = thread; i < num_packs; i += NUM_CONSUMERS) {
+            Pack<T, 8> packs[ROWS];
 #pragma unroll
-        for (int row = 0; row < COLUMNS; row++) {
-            if (row >= p.num_rows) break;
-            const Pack<T, 8> pack = i < packs_inside ? *((const Pack<T, 8>*)(x + row * p.x_stride) + i) : Pack<T, 8>{};
+            for (int row = 0; row < ROWS; row++)
+                packs[row] = first + row < p.num_rows && i < packs_inside ? *((const Pack<T, 8>*)(x + (first + row) * p.x_stride) + i) : Pack<T, 8>{};
 #pragma unroll
-            for (int j = 0; j < 8; j++) sums[row] += to_float(pack.items[j]) * to_float(pack.items[j]);
-            *tile_at(i, row) = pack;
+            for (int row = 0; row < ROWS; row++) {
+#pragma unroll
+                for (int j = 0; j < 8; j++) sums[row] += to_float(packs[row].items[j]) * to_float(packs[row].items[j]);
+                *tile_at(i, first + row) = packs[row];
+            }
         }
-    }
-    float mine = 0.0f;  // of row `lane`
 #pragma unroll
-    for (int row = 0; row < COLUMNS; row++) {
+        for (int row = 0; row < ROWS; row++) {
 #pragma unroll
-        for (int step = 16; step > 0; step /= 2) sums[row] += __shfl_xor_sync(0xffffffffu, sums[row], step);
-        if (lane == row) mine = sums[row];
+            for (int step = 16; step > 0; step /= 2) sums[row] += __shfl_xor_sync(0xffffffffu, sums[row], step);
+            if (lane == first + row) mine = sums[row];
+        }
     }
     if (lane < p.num_rows)
         for (int to = 0; to < ranks; to++)
@@ -119,7 +126,7 @@ __device__ inline void normalise(const Params& p, unsigned char* x_tiles, float*
     named_barrier_sync(1, NUM_CONSUMERS);
     for (int i = thread; i < num_packs; i += NUM_CONSUMERS) {
         if (i != thread) weight = i < packs_inside ? norm_weight[i] : Pack<T, 8>{};
-#pragma unroll 8
+#pragma unroll 4
         for (int row = 0; row < p.num_rows; row++) {
             Pack<T, 8> pack = *tile_at(i, row);
             const float factor = factors[row];
@@ -186,7 +193,7 @@ template <typename T, int COLUMNS> __device__ inline void write_share(const Para
 // Grid: clusters of 1, 2, 4 or 8 blocks; cluster i takes the tiles i, i + clusters, ... COLUMNS: 8, 16 or 32, at least M. HEIGHT: products
 // of 64 rows that a tile takes, 1 or 2; where it has fewer rows, the others are of what happens to stand behind them, and are dropped.
 template <typename T, int COLUMNS, int HEIGHT>
-__global__ void __launch_bounds__(NUM_THREADS)
+__global__ void __launch_bounds__(NUM_THREADS, 2)
     multiply(const __grid_constant__ CUtensorMap weight_map, const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap ahead_map,
              const Params p, const Ahead ahead) {
 #if __CUDA_ARCH__ >= 900
@@ -246,14 +253,17 @@ __global__ void __launch_bounds__(NUM_THREADS)
         if (lane != 0) return;
         if (is_streamed)
             for (int stage = 0; stage < num_loaded; stage++) load_x(stage % num_chunks, stage);
-        for (int stage = 0, parity = 0; tile < tiling.num_tiles && num_chunks > 0; tile += num_clusters, chunk = 0)
+        int stage = 0, parity = 0;
+        for (; tile < tiling.num_tiles && num_chunks > 0; tile += num_clusters, chunk = 0)
             for (; chunk < num_chunks; chunk++) {
                 mbarrier_wait(&barriers.empty[stage], parity);
                 load_weight(tile, chunk, stage);
                 if (is_streamed) load_x(chunk, stage);
                 if (++stage == p.num_stages) stage = 0, parity ^= 1;
             }
-        // Memory would idle while this kernel ends and the next begins.
+        if (ahead.num_blocks == 0) return;
+        // Memory would idle while this kernel ends and the next begins; asked for sooner, it would be late with this one's own.
+        if (num_loaded > 0) mbarrier_wait(&barriers.full[stage > 0 ? stage - 1 : num_loaded - 1], stage > 0 ? parity ^ 1 : parity);
         for (int block = blockIdx.x; block < ahead.num_blocks; block += gridDim.x) {
             const Tiling next(ahead.num_outputs, ahead.num_inputs, ahead.num_boxes, ahead.is_gated);
             const int first = next.num_chunks * (block % ahead.cluster) / ahead.cluster;
@@ -267,6 +277,10 @@ __global__ void __launch_bounds__(NUM_THREADS)
     constexpr int STRIDE = sums_stride(COLUMNS);
     const int group = warp / GROUP_WARPS;
     const uint64_t ring_descriptor = matrix_descriptor(ring), x_descriptor = matrix_descriptor(is_streamed ? ring + weight_bytes : x_tiles);
+    // A stage is always the same group's: by the parity of its barrier a group could not tell a phase it has not taken part in from the
+    // one before. So chunks go to the groups in turn through all tiles, and num_stages is a multiple of NUM_GROUPS; the sums go to slots by
+    // the order of chunks within a tile.
+    static_assert(NUM_GROUPS == 2);
     int num_done = 0;
     auto write_previous = [&](int tile) {
         const int previous = num_done - 1, turn = previous & 1;
@@ -275,9 +289,9 @@ __global__ void __launch_bounds__(NUM_THREADS)
     };
     for (tile = first_tile; tile < tiling.num_tiles; tile += num_clusters, num_done++) {
         float y[HEIGHT][CHAINS][COLUMNS / 2] = {};
-        const int first = num_done * num_chunks + group;
-        int stage = first % p.num_stages, parity = first / p.num_stages & 1;
-        for (int i = group; i < num_chunks; i += NUM_GROUPS) {
+        const int base = num_done * num_chunks, slot = (group + base) & 1;
+        int stage = (base + slot) % p.num_stages, parity = (base + slot) / p.num_stages & 1;
+        for (int i = slot; i < num_chunks; i += NUM_GROUPS) {
             mbarrier_wait(&barriers.full[stage], parity);
             const uint64_t a = ring_descriptor + (stage * stage_bytes >> 4);
             const uint64_t b = x_descriptor + ((is_streamed ? stage * stage_bytes : i * COLUMNS * CHUNK * 2) >> 4);
@@ -303,7 +317,7 @@ __global__ void __launch_bounds__(NUM_THREADS)
         // A thread has two rows of each 64, 8 apart, and each belongs to the block whose share it is.
         const int turn = num_done & 1, share = tile_rows / ranks;
         uint64_t* full = &barriers.sums_full[turn];
-        float* here = sums + turn * sums_size + (rank * NUM_GROUPS + group) * share * STRIDE + lane % 4 * 2;
+        float* here = sums + turn * sums_size + (rank * NUM_GROUPS + slot) * share * STRIDE + lane % 4 * 2;
         if (thread == 0) mbarrier_expect_bytes(full, NUM_GROUPS * tile_rows * COLUMNS * sizeof(float));
 #pragma unroll
         for (int h = 0; h < HEIGHT; h++) {
