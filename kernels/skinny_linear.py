@@ -19,20 +19,17 @@ from kernels.rms_norm import rms_norm
 from kernels.silu_and_mul import silu_and_mul
 
 MAX_ROWS = 32
+MAX_NORM_ROWS = 16
+"""With more the normalised x leaves too little shared memory to the ring."""
 _SCALARS = {torch.float16: 0, torch.bfloat16: 1}
-_CHUNK = 64
-_MAX_X_BYTES = 128 << 10
+_CHUNK, _BOX_ROWS = 64, 32
+_MAX_X_BYTES = 64 << 10
 """Of a block's share of a normalised x, which stays in shared memory beside the ring that the weight passes through."""
-_AHEAD_BYTES = 96 << 10
-"""Of the next weight that each block brings into L2: together 12 MB, some 3 us of reading."""
+_NUM_BLOCKS = {1: 132, 2: 132, 4: 120}
+"""That run at once on an H200, by the size of a cluster."""
 
-LIBRARY.define(
-    "skinny_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, float eps, bool silu, bool overlap, Tensor? next_weight, "
-    "bool next_silu) -> Tensor"
-)
-LIBRARY.define(
-    "skinny_linear_add(Tensor(a!) residual, Tensor x, Tensor weight, Tensor? bias, bool overlap, Tensor? next_weight, bool next_silu) -> ()"
-)
+LIBRARY.define("skinny_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, float eps, bool silu, bool overlap) -> Tensor")
+LIBRARY.define("skinny_linear_add(Tensor(a!) residual, Tensor x, Tensor weight, Tensor? bias, bool overlap) -> ()")
 
 
 class _Params(ctypes.Structure):
@@ -46,14 +43,6 @@ class _Params(ctypes.Structure):
     )
 
 
-class _Ahead(ctypes.Structure):
-    """`Ahead` of skinny_linear.cuh, field for field."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_int) for name in ("num_boxes", "is_gated", "num_outputs", "num_inputs", "cluster", "num_blocks", "num_chunks")
-    )
-
-
 def skinny_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -63,20 +52,17 @@ def skinny_linear(
     eps: float = 0.0,
     silu: bool = False,
     overlap: bool = False,
-    next_weight: torch.Tensor | None = None,
-    next_silu: bool = False,
 ) -> torch.Tensor:
     """F.linear(x, weight, bias), of rms_norm(x, norm_weight, eps) where a norm is given, and then silu_and_mul where `silu`; rounded where
     these ops round.
 
     x: [num_rows, K], rows may be strided; weight: [N, K]; bias: [N]; norm_weight: [K]. Returns a new [num_rows, N], or [num_rows, N / 2].
     `overlap`: the kernel may begin to read the weight before the one before it in the stream has ended (programmatic dependent launch);
-    so no work in the stream may still be writing the weights. `next_weight`: that of the next such layer in the stream, and `next_silu`
-    whether it is with silu: its first part is brought into L2 while this kernel ends. Neither changes the result. Raises ValueError."""
+    so no work in the stream may still be writing the weights. Raises ValueError."""
     _check(x, weight, bias, norm_weight)
     if silu and len(weight) % 2:
         raise ValueError(f"silu needs a weight of gate and up, so an even number of rows, not {len(weight)}")
-    result: torch.Tensor = torch.ops.pagewire.skinny_linear(x, weight, bias, norm_weight, eps, silu, overlap, next_weight, next_silu)
+    result: torch.Tensor = torch.ops.pagewire.skinny_linear(x, weight, bias, norm_weight, eps, silu, overlap)
     return result
 
 
@@ -87,8 +73,6 @@ def skinny_linear_add(
     bias: torch.Tensor | None = None,
     *,
     overlap: bool = False,
-    next_weight: torch.Tensor | None = None,
-    next_silu: bool = False,
 ) -> None:
     """residual += F.linear(x, weight, bias), in place; what is added is rounded to its type first. residual: [num_rows, N], its rows may be
     strided, and it shares no memory with x. The rest as `skinny_linear`."""
@@ -98,7 +82,7 @@ def skinny_linear_add(
             f"residual must be [{len(x)}, {len(weight)}] {x.dtype} on {x.device}, not {list(residual.shape)} {residual.dtype} "
             f"on {residual.device}"
         )
-    torch.ops.pagewire.skinny_linear_add(residual, x, weight, bias, overlap, next_weight, next_silu)
+    torch.ops.pagewire.skinny_linear_add(residual, x, weight, bias, overlap)
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm_weight: torch.Tensor | None) -> None:
@@ -119,18 +103,40 @@ class Plan(NamedTuple):
     """Of 32 rows of the weight, that a tile has."""
     num_splits: int
     """Blocks of a cluster, which split K."""
-    blocks_per_multiprocessor: int = 1
-    """As many rings of this size fit: with 2, the next kernel's begins to fill while this one's is still in use."""
 
 
 def choose(num_rows: int, num_outputs: int, num_inputs: int, *, has_norm: bool = False, silu: bool = False) -> Plan | None:
-    """None where F.linear is to do it. The number of rows decides about that and no more, so that it changes no result."""
-    if num_outputs % 8 or num_inputs % 8 or not 0 < num_rows <= MAX_ROWS:
+    """None where F.linear, or with a norm the separate ops, are to do it. The number of rows decides about that and no more, so that it
+    changes no result.
+
+    Measured on an H200 (bf16, us a product, over weights that L2 does not hold, overlapped; cuBLAS in brackets):
+
+    | N x K         | plan | 8 rows        | 32 rows       |
+    | ------------- | ---- | ------------- | ------------- |
+    | 6144 x 4096   | 3, 2 | 14.8 (15.7)   | 16.7 (16.3)   |
+    | 4096 x 4096   | 2, 2 | 12.3 (13.3)   | 13.0 (14.0)   |
+    | 28672 x 4096  | 2, 2 | 61.1 (61.8)   | 62.4 (63.1)   |
+    | 4096 x 14336  | 2, 2 | 31.8 (32.5)   | 32.8 (33.7)   |
+    | 128256 x 4096 | 2, 2 | 252.2 (250.1) | 262.0 (269.8) |
+    | 960 x 576     | 2, 4 | 2.9 (3.4)     |               |
+    | 3072 x 576    | 2, 2 | 3.2 (4.2)     |               |
+    | 576 x 1536    | 2, 4 | 3.1 (5.2)     |               |
+    | 49152 x 576   | 4, 1 | 20.2 (17.9)   |               |
+    """
+    if num_outputs % 8 or num_inputs % 8 or not 0 < num_rows <= (MAX_NORM_ROWS if has_norm else MAX_ROWS):
         return None
-    num_splits = 2
-    while has_norm and -(-num_inputs // (_CHUNK * num_splits)) * MAX_ROWS * _CHUNK * 2 > _MAX_X_BYTES:
-        num_splits *= 2
-    return Plan(2, num_splits, 2) if num_splits <= 8 else None
+    num_tiles = -(-num_outputs // (2 * _BOX_ROWS))
+    num_splits = 4 if 4 * num_tiles <= _NUM_BLOCKS[4] else 2
+    if num_tiles > _NUM_BLOCKS[1] and num_inputs < 2048:  # many short sums: a tile ends before the ring is of use
+        return None
+    if has_norm and -(-num_inputs // (_CHUNK * num_splits)) * (8 if num_rows <= 8 else 16) * _CHUNK * 2 > _MAX_X_BYTES:
+        return None
+
+    def time_of(num_boxes: int) -> int:
+        """In boxes that the busiest cluster reads."""
+        return -(-num_outputs // (num_boxes * _BOX_ROWS) * num_splits // _NUM_BLOCKS[num_splits]) * num_boxes
+
+    return Plan(2 if silu else min((2, 3), key=time_of), num_splits)
 
 
 def can_serve(
@@ -141,8 +147,8 @@ def can_serve(
     residual: torch.Tensor | None = None,
     silu: bool = False,
 ) -> bool:
-    """Whether the kernel does it: on a Hopper GPU, fp16 or bf16, up to 32 rows, N and K multiples of 8, a contiguous weight, addresses and
-    row strides that allow vector loads, and where `choose` finds it the faster."""
+    """Whether the kernel does it: on a Hopper GPU, fp16 or bf16, up to MAX_ROWS rows (MAX_NORM_ROWS with a norm), N and K multiples of 8, a
+    contiguous weight, addresses and row strides that allow vector loads, and no shape that `choose` leaves to cuBLAS."""
     return _plan(x, weight, norm_weight, residual, silu) is not None
 
 
@@ -176,10 +182,9 @@ def libraries() -> list[Library]:
 @functools.cache
 def _library() -> ctypes.CDLL:
     loaded = load(libraries()[0])
-    loaded.launch_skinny_linear.argtypes = [*(ctypes.c_void_p,) * 4, *(ctypes.c_int,) * 4, ctypes.c_void_p]
+    loaded.launch_skinny_linear.argtypes = [*(ctypes.c_void_p,) * 2, *(ctypes.c_int,) * 3, ctypes.c_void_p]
     loaded.launch_skinny_linear.restype = ctypes.c_char_p
     assert loaded.skinny_linear_params_bytes() == ctypes.sizeof(_Params), "Params differ between Python and CUDA"
-    assert loaded.skinny_linear_ahead_bytes() == ctypes.sizeof(_Ahead), "Ahead differs between Python and CUDA"
     return loaded
 
 
@@ -192,8 +197,6 @@ def _run(
     norm_weight: torch.Tensor | None,
     eps: float,
     overlap: bool,
-    next_weight: torch.Tensor | None,
-    next_silu: bool,
     *,
     is_gated: bool = False,
     is_added: bool = False,
@@ -202,14 +205,8 @@ def _run(
         out.data_ptr(), x.data_ptr(), None if norm_weight is None else norm_weight.data_ptr(), None if bias is None else bias.data_ptr(),
         out.stride(0), x.stride(0), eps, len(x), *weight.shape, plan.num_boxes, 0, is_gated, is_added,
     )  # fmt: skip
-    ahead, ahead_weight = _Ahead(), None
-    if next_weight is not None and (next_plan := _plan(x, next_weight, None, None, next_silu)) is not None:
-        ahead = _Ahead(next_plan.num_boxes, next_silu, *next_weight.shape, next_plan.num_splits, 0, _AHEAD_BYTES)
-        ahead_weight = next_weight.data_ptr()
-    launch(
-        _library().launch_skinny_linear, x.device, ctypes.addressof(params), weight.data_ptr(), ctypes.addressof(ahead), ahead_weight,
-        plan.num_splits, plan.blocks_per_multiprocessor, overlap, _SCALARS[x.dtype],
-    )  # fmt: skip
+    launcher = _library().launch_skinny_linear
+    launch(launcher, x.device, ctypes.addressof(params), weight.data_ptr(), plan.num_splits, overlap, _SCALARS[x.dtype])
 
 
 def _separate(
@@ -237,14 +234,12 @@ def _cuda(
     eps: float,
     silu: bool,
     overlap: bool,
-    next_weight: torch.Tensor | None,
-    next_silu: bool,
 ) -> torch.Tensor:
     plan = _plan(x, weight, norm_weight, None, silu)
     if plan is None:
         return _separate(x, weight, bias, norm_weight, eps, silu)
     out = torch.empty(len(x), len(weight) // 2 if silu else len(weight), dtype=x.dtype, device=x.device)
-    _run(plan, out, x, weight, bias, norm_weight, eps, overlap, next_weight, next_silu, is_gated=silu)
+    _run(plan, out, x, weight, bias, norm_weight, eps, overlap, is_gated=silu)
     return out
 
 
@@ -254,14 +249,12 @@ def _cuda_add(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     overlap: bool,
-    next_weight: torch.Tensor | None,
-    next_silu: bool,
 ) -> None:
     plan = _plan(x, weight, None, residual, False)
     if plan is None:
         _separate_add(residual, x, weight, bias)
     else:
-        _run(plan, residual, x, weight, bias, None, 0.0, overlap, next_weight, next_silu, is_added=True)
+        _run(plan, residual, x, weight, bias, None, 0.0, overlap, is_added=True)
 
 
 def _meta(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import statistics
 import sys
 from collections.abc import Callable
@@ -92,22 +93,18 @@ class Model:
         in_order = [weight for layer in layers for weight in layer] + self.weights["head"]
 
         def step() -> None:
-            for weight, following in zip(in_order, in_order[1:] + [None], strict=True):
+            for weight in in_order:
                 x = inputs[weight.shape[1]]
-                if overlap is None:
-                    F.linear(x, weight)
-                else:
-                    skinny_linear(x, weight, overlap=overlap, next_weight=following if overlap else None)
+                F.linear(x, weight) if overlap is None else skinny_linear(x, weight, overlap=overlap)
 
         return step
 
     def step(self, num_rows: int, overlap: bool | None) -> Step:
-        """Everything of a decode step but attention, which is left out: the first columns of qkv stand for what it gives. `overlap` None: norm,
-        activation and addition are kernels of their own, the products cuBLAS's."""
+        """Everything of a decode step but attention: the first columns of qkv stand for what that gives. `overlap` None: norm, activation
+        and addition are kernels of their own, the products cuBLAS's."""
         start, eps = self.inputs(num_rows)[self.norm.numel()], 1e-5
         head = self.weights["head"][0]
         layers = list(zip(*(self.weights[part] for part in ("qkv", "o", "gate_up", "down")), strict=True))
-        following = [layer[0] for layer in layers[1:]] + [head]
 
         def separate() -> None:
             x = start.clone()
@@ -116,58 +113,54 @@ class Model:
                 x += F.linear(silu_and_mul(F.linear(rms_norm(x, self.norm, eps), gate_up)), down)
             F.linear(rms_norm(x, self.norm, eps), head)
 
-        def fused() -> None:
+        def fused(overlap: bool) -> None:
             x = start.clone()
             for qkv, o, gate_up, down in layers:
-                attended = skinny_linear(x, qkv, norm_weight=self.norm, eps=eps)[:, : x.shape[1]]
-                skinny_linear_add(x, attended, o)
-                skinny_linear_add(x, skinny_linear(x, gate_up, norm_weight=self.norm, eps=eps, silu=True), down)
-            skinny_linear(x, head, norm_weight=self.norm, eps=eps)
+                attended = skinny_linear(x, qkv, norm_weight=self.norm, eps=eps, overlap=overlap)[:, : x.shape[1]]
+                skinny_linear_add(x, attended, o, overlap=overlap)
+                hidden = skinny_linear(x, gate_up, norm_weight=self.norm, eps=eps, silu=True, overlap=overlap)
+                skinny_linear_add(x, hidden, down, overlap=overlap)
+            skinny_linear(x, head, norm_weight=self.norm, eps=eps, overlap=overlap)
 
-        def overlapped() -> None:
-            x = start.clone()
-            for (qkv, o, gate_up, down), after in zip(layers, following, strict=True):
-                attended = skinny_linear(x, qkv, norm_weight=self.norm, eps=eps, overlap=True, next_weight=o)[:, : x.shape[1]]
-                skinny_linear_add(x, attended, o, overlap=True, next_weight=gate_up, next_silu=True)
-                hidden = skinny_linear(x, gate_up, norm_weight=self.norm, eps=eps, silu=True, overlap=True, next_weight=down)
-                skinny_linear_add(x, hidden, down, overlap=True, next_weight=after)
-            skinny_linear(x, head, norm_weight=self.norm, eps=eps, overlap=True)
+        return separate if overlap is None else functools.partial(fused, overlap)
 
-        return separate if overlap is None else overlapped if overlap else fused
+
+def shape_times(part: str, weights: list[torch.Tensor], num_rows: int) -> list[float]:
+    """Microseconds of a product: cuBLAS, ours, ours overlapped; then with what belongs to it: separate kernels, one, one overlapped."""
+    num_outputs, num_inputs = weights[0].shape
+    x = torch.randn(num_rows, num_inputs, dtype=torch.bfloat16, device="cuda")
+    norm, residual = torch.ones_like(x[0]), torch.zeros(num_rows, num_outputs, dtype=x.dtype, device="cuda")
+    is_gated, is_added = part == "gate_up", part in ("o", "down")
+
+    def separate(weight: torch.Tensor) -> None:
+        y = F.linear(x if is_added else rms_norm(x, norm, 1e-5), weight)
+        if is_gated:
+            silu_and_mul(y)
+        elif is_added:
+            residual.add_(y)
+
+    def fused(weight: torch.Tensor, overlap: bool = False) -> None:
+        if is_added:
+            skinny_linear_add(residual, x, weight, overlap=overlap)
+        else:
+            skinny_linear(x, weight, norm_weight=norm, eps=1e-5, silu=is_gated, overlap=overlap)
+
+    runs: list[Callable[[torch.Tensor], object]] = [
+        lambda weight: F.linear(x, weight),
+        lambda weight: skinny_linear(x, weight),
+        lambda weight: skinny_linear(x, weight, overlap=True),
+        separate,
+        fused,
+        functools.partial(fused, overlap=True),
+    ]
+    return [milliseconds(lambda run=run: [run(weight) for weight in weights]) * 1e3 / len(weights) for run in runs]
 
 
 def each_shape(model: Model, rows: list[int], bytes_per_s: float) -> None:
     for part, (num_outputs, num_inputs) in model.shapes.items():
+        floor = num_outputs * num_inputs * 2 / bytes_per_s * 1e6
         for num_rows in rows:
-            x = torch.randn(num_rows, num_inputs, dtype=torch.bfloat16, device="cuda")
-            weights = model.weights[part] * (4 if part == "head" else 1)
-            norm, is_gated, residual = (
-                torch.ones_like(x[0]),
-                part == "gate_up",
-                torch.zeros(num_rows, num_outputs, dtype=x.dtype, device="cuda"),
-            )
-
-            def separate(weight: torch.Tensor) -> object:
-                y = F.linear(x if part in ("o", "down") else rms_norm(x, norm, 1e-5), weight)
-                return silu_and_mul(y) if is_gated else residual.add_(y) if part in ("o", "down") else y
-
-            def fused(weight: torch.Tensor, overlap: bool) -> object:
-                if part in ("o", "down"):
-                    return skinny_linear_add(residual, x, weight, overlap=overlap)
-                return skinny_linear(x, weight, norm_weight=norm, eps=1e-5, silu=is_gated, overlap=overlap)
-
-            times = [
-                milliseconds(lambda run=run: [run(weight) for weight in weights]) * 1e3 / len(weights)
-                for run in (
-                    lambda weight: F.linear(x, weight),
-                    lambda weight: skinny_linear(x, weight),
-                    lambda weight: skinny_linear(x, weight, overlap=True),
-                    separate,
-                    lambda weight: fused(weight, False),
-                    lambda weight: fused(weight, True),
-                )
-            ]
-            floor = num_outputs * num_inputs * 2 / bytes_per_s * 1e6
+            times = shape_times(part, model.weights[part] * (4 if part == "head" else 1), num_rows)
             cells = " | ".join(f"{time:.1f} ({floor / time:.0%})" for time in times)
             print(f"| {part} {num_outputs} x {num_inputs}, {num_rows} | {floor:.1f} | {cells} |", flush=True)
 

@@ -6,7 +6,6 @@
 using namespace skinny_linear;
 
 constexpr int MAX_DEVICES = 64;
-#define EXPERIMENT(x) (x)
 
 // Rows of 16-bit items, `stride` items apart; boxes of CHUNK columns.
 static const char* describe(CUtensorMap* map, const void* rows, bool is_half, int num_rows, int num_columns, int64_t stride, int box_rows) {
@@ -27,17 +26,14 @@ static const char* describe(CUtensorMap* map, const void* rows, bool is_half, in
 }
 
 struct Device {
-    std::atomic<int> block_bytes;                // shared memory that a block may have; 0: not yet known
-    int multiprocessor_bytes, reserved_bytes;    // shared memory of a multiprocessor; and what each block takes of it besides
-    int num_clusters[MAX_CLUSTER + 1];           // that run at once, a block to a multiprocessor
+    std::atomic<int> block_bytes;       // shared memory that a block may have; 0: not yet known
+    int num_clusters[MAX_CLUSTER + 1];  // that run at once, a block to a multiprocessor
 };
 
 // Asked once per kernel and device: it takes microseconds.
 template <typename Kernel> static const char* prepare(Device& found, int device, Kernel* kernel, cudaLaunchConfig_t config) {
     int block_bytes = 0;
     cudaDeviceGetAttribute(&block_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    cudaDeviceGetAttribute(&found.multiprocessor_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
-    cudaDeviceGetAttribute(&found.reserved_bytes, cudaDevAttrReservedSharedMemoryPerBlock, device);
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, block_bytes);
     cudaLaunchAttribute cluster;
     cluster.id = cudaLaunchAttributeClusterDimension;
@@ -55,10 +51,10 @@ template <typename Kernel> static const char* prepare(Device& found, int device,
 }
 
 struct Launch {
-    CUtensorMap weight_map, x_map, ahead_map;
+    CUtensorMap weight_map, x_map;
     Params params;
-    Ahead ahead;
-    int cluster, blocks_per_multiprocessor, is_overlapped;
+    int cluster;
+    bool is_overlapped;
     cudaStream_t stream;
 };
 
@@ -82,31 +78,22 @@ template <typename T, int COLUMNS, int HEIGHT> static const char* launch(const L
         if (const char* error = prepare(found, device, kernel, config)) return error;
 
     Params p = what.params;
-    Ahead ahead = what.ahead;
     const int cluster = what.cluster;
     const Tiling tiling(p.num_outputs, p.num_inputs, p.num_boxes, p.is_gated);
-    const int num_clusters = EXPERIMENT(what.is_overlapped & 2) ? tiling.num_tiles : clusters_for(tiling, found, cluster), fixed = fixed_bytes(p, COLUMNS, cluster), stage = stage_bytes(p, COLUMNS);
-    // Where blocks of two kernels are to share a multiprocessor, and a ring of use is left to each.
-    const int part = found.multiprocessor_bytes / what.blocks_per_multiprocessor - found.reserved_bytes;
-    const int bytes = part - fixed >= MIN_STAGES * stage ? min(part, found.block_bytes.load()) : found.block_bytes.load();
+    const int num_clusters = clusters_for(tiling, found, cluster), fixed = fixed_bytes(p, COLUMNS, cluster), stage = stage_bytes(p, COLUMNS);
     const int chunks = (tiling.num_chunks + cluster - 1) / cluster * ((tiling.num_tiles + num_clusters - 1) / num_clusters);
-    p.num_stages = min(min((bytes - fixed) / stage, chunks + 1), MAX_STAGES) / NUM_GROUPS * NUM_GROUPS;
-    if (bytes < fixed || p.num_stages < NUM_GROUPS) return "skinny_linear: K is too large for this many rows";
-    if (ahead.num_boxes > 0) {
-        const Tiling next(ahead.num_outputs, ahead.num_inputs, ahead.num_boxes, ahead.is_gated);
-        ahead.num_blocks = clusters_for(next, found, ahead.cluster) * ahead.cluster;
-        ahead.num_chunks = min(next.num_chunks / ahead.cluster, ahead.num_chunks / (ahead.num_boxes * BOX_BYTES));
-    }
+    p.num_stages = min(min((found.block_bytes - fixed) / stage, chunks + 1), MAX_STAGES) / NUM_GROUPS * NUM_GROUPS;
+    if (p.num_stages < NUM_GROUPS) return "skinny_linear: K is too large for this many rows";
     cudaLaunchAttribute attributes[2];
     attributes[0].id = cudaLaunchAttributeClusterDimension;
     attributes[0].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
     attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[1].val.programmaticStreamSerializationAllowed = 1;
     config.attrs = attributes;
-    config.numAttrs = what.is_overlapped & 1 ? 2 : 1;
+    config.numAttrs = what.is_overlapped ? 2 : 1;
     config.gridDim = dim3(num_clusters * cluster);
     config.dynamicSmemBytes = fixed + p.num_stages * stage;
-    cudaError_t error = cudaLaunchKernelEx(&config, kernel, what.weight_map, what.x_map, what.ahead_map, p, ahead);
+    cudaError_t error = cudaLaunchKernelEx(&config, kernel, what.weight_map, what.x_map, p);
     return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
@@ -118,26 +105,17 @@ template <typename T> static const char* launch_rows(const Launch& what, int col
     return columns == 8 ? launch_columns<T, 8>(what) : columns == 16 ? launch_columns<T, 16>(what) : launch_columns<T, 32>(what);
 }
 
-// W is contiguous, num_rows at most 32. norm_weight, bias: may be null. cluster: 1, 2, 4 or 8 blocks to split K among. ahead_weight: null, or
-// what the product after this one reads, as `ahead` tells. num_stages is found here. scalar: 0 half, 1 bfloat16.
-EXPORT const char* launch_skinny_linear(const Params* p, const void* weight, const Ahead* ahead, const void* ahead_weight, int cluster,
-                                        int blocks_per_multiprocessor, int is_overlapped, int scalar, cudaStream_t stream) {
+// W is contiguous, num_rows at most 32. norm_weight, bias: may be null. cluster: 1, 2, 4 or 8 blocks to split K among. num_stages is found
+// here. scalar: 0 half, 1 bfloat16.
+EXPORT const char* launch_skinny_linear(const Params* p, const void* weight, int cluster, int is_overlapped, int scalar, cudaStream_t stream) {
     if (p->num_rows == 0 || p->num_outputs == 0) return nullptr;
     const int columns = p->num_rows <= 8 ? 8 : p->num_rows <= 16 ? 16 : 32;
     const bool is_half = scalar == 0;
     Launch what;
-    what.params = *p, what.ahead = *ahead, what.cluster = cluster, what.blocks_per_multiprocessor = blocks_per_multiprocessor;
-    what.is_overlapped = is_overlapped, what.stream = stream;
+    what.params = *p, what.cluster = cluster, what.is_overlapped = is_overlapped != 0, what.stream = stream;
     if (const char* error = describe(&what.weight_map, weight, is_half, p->num_outputs, p->num_inputs, p->num_inputs, BOX_ROWS)) return error;
     if (const char* error = describe(&what.x_map, p->x, is_half, p->num_rows, p->num_inputs, p->x_stride, columns)) return error;
-    if (ahead_weight == nullptr) {
-        what.ahead_map = what.weight_map;
-        what.ahead = {};
-    } else if (const char* error = describe(&what.ahead_map, ahead_weight, is_half, ahead->num_outputs, ahead->num_inputs, ahead->num_inputs, BOX_ROWS)) {
-        return error;
-    }
     return is_half ? launch_rows<__half>(what, columns) : launch_rows<__nv_bfloat16>(what, columns);
 }
 
 EXPORT int skinny_linear_params_bytes() { return sizeof(Params); }
-EXPORT int skinny_linear_ahead_bytes() { return sizeof(Ahead); }

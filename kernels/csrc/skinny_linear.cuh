@@ -19,7 +19,7 @@ constexpr int MAX_BOXES = 4;
 constexpr int NUM_GROUPS = 2, GROUP_THREADS = 128, GROUP_WARPS = GROUP_THREADS / 32;
 constexpr int NUM_CONSUMERS = NUM_GROUPS * GROUP_THREADS, NUM_WARPS = NUM_CONSUMERS / 32;
 constexpr int NUM_THREADS = NUM_CONSUMERS + 32;  // one more warp produces
-constexpr int MIN_STAGES = 4, MAX_STAGES = 32;   // a lane of the producing warp initialises each
+constexpr int MAX_STAGES = 32;                   // a lane of the producing warp initialises each
 constexpr int MAX_CLUSTER = 8;
 constexpr int CHAINS = 2;  // sums of a product that do not wait for each other
 
@@ -46,11 +46,6 @@ struct Tiling {
         num_tiles = (size + tile_size - 1) / tile_size;
         box_step = is_gated ? size : BOX_ROWS;
     }
-};
-
-// What the product after this one reads first, to be brought into L2 while this one ends: the first num_chunks of each of its blocks.
-struct Ahead {
-    int num_boxes, is_gated, num_outputs, num_inputs, cluster, num_blocks, num_chunks;  // num_blocks 0: nothing
 };
 
 struct Barriers {
@@ -194,8 +189,7 @@ template <typename T, int COLUMNS> __device__ inline void write_share(const Para
 // of 64 rows that a tile takes, 1 or 2; where it has fewer rows, the others are of what happens to stand behind them, and are dropped.
 template <typename T, int COLUMNS, int HEIGHT>
 __global__ void __launch_bounds__(NUM_THREADS, 2)
-    multiply(const __grid_constant__ CUtensorMap weight_map, const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap ahead_map,
-             const Params p, const Ahead ahead) {
+    multiply(const __grid_constant__ CUtensorMap weight_map, const __grid_constant__ CUtensorMap x_map, const Params p) {
 #if __CUDA_ARCH__ >= 900
     extern __shared__ unsigned char unaligned[];
     unsigned char* ring = unaligned + (-shared_address(unaligned) & 1023);
@@ -253,24 +247,13 @@ __global__ void __launch_bounds__(NUM_THREADS, 2)
         if (lane != 0) return;
         if (is_streamed)
             for (int stage = 0; stage < num_loaded; stage++) load_x(stage % num_chunks, stage);
-        int stage = 0, parity = 0;
-        for (; tile < tiling.num_tiles && num_chunks > 0; tile += num_clusters, chunk = 0)
+        for (int stage = 0, parity = 0; tile < tiling.num_tiles && num_chunks > 0; tile += num_clusters, chunk = 0)
             for (; chunk < num_chunks; chunk++) {
                 mbarrier_wait(&barriers.empty[stage], parity);
                 load_weight(tile, chunk, stage);
                 if (is_streamed) load_x(chunk, stage);
                 if (++stage == p.num_stages) stage = 0, parity ^= 1;
             }
-        if (ahead.num_blocks == 0) return;
-        // Memory would idle while this kernel ends and the next begins; asked for sooner, it would be late with this one's own.
-        if (num_loaded > 0) mbarrier_wait(&barriers.full[stage > 0 ? stage - 1 : num_loaded - 1], stage > 0 ? parity ^ 1 : parity);
-        for (int block = blockIdx.x; block < ahead.num_blocks; block += gridDim.x) {
-            const Tiling next(ahead.num_outputs, ahead.num_inputs, ahead.num_boxes, ahead.is_gated);
-            const int first = next.num_chunks * (block % ahead.cluster) / ahead.cluster;
-            for (int i = first; i < first + ahead.num_chunks; i++)
-                for (int box = 0; box < next.num_boxes; box++)
-                    tensor_prefetch(&ahead_map, i * CHUNK, block / ahead.cluster * next.tile_size + box * next.box_step);
-        }
         return;
     }
     if (!is_streamed) normalise<T, COLUMNS>(p, x_tiles, sums + sums_size, factors, &barriers.factors_full, first_chunk, num_chunks);

@@ -115,11 +115,6 @@ __device__ __forceinline__ void tensor_copy(void* destination, const CUtensorMap
         : "memory");
 }
 
-// The box into L2 only.
-__device__ __forceinline__ void tensor_prefetch(const CUtensorMap* map, int c0, int c1) {
-    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(c0), "r"(c1) : "memory");
-}
-
 // The description itself, so that the first copy need not wait for it.
 __device__ __forceinline__ void prefetch_description(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 

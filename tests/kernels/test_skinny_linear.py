@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from kernels.rms_norm import rms_norm
 from kernels.silu_and_mul import silu_and_mul
-from kernels.skinny_linear import MAX_ROWS, can_serve, choose, skinny_linear, skinny_linear_add
+from kernels.skinny_linear import MAX_NORM_ROWS, MAX_ROWS, can_serve, choose, skinny_linear, skinny_linear_add
 
 LAYERS = [
     (6144, 4096),
@@ -64,6 +64,8 @@ def test_what_does_not_fit_together_is_refused_with_a_reason() -> None:
         skinny_linear(x, weight, torch.zeros(48))
     with pytest.raises(ValueError, match=r"norm_weight must be contiguous \[48\]"):
         skinny_linear(x, weight, norm_weight=torch.zeros(20))
+    with pytest.raises(ValueError, match=r"norm_weight must be contiguous \[48\], not \[48\] with strides \(2,\)"):
+        skinny_linear(x, weight, norm_weight=torch.zeros(96)[::2])
     with pytest.raises(ValueError, match=r"give torch\.float32 on cpu like x"):
         skinny_linear(x, weight.half())
     with pytest.raises(ValueError, match="even number of rows, not 19"):
@@ -72,13 +74,27 @@ def test_what_does_not_fit_together_is_refused_with_a_reason() -> None:
         skinny_linear_add(torch.zeros(3, 48), x, weight)
 
 
+@pytest.mark.parametrize("options", [{}, {"has_norm": True}, {"silu": True}, {"has_norm": True, "silu": True}], ids=str)
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), LAYERS)
-def test_the_number_of_rows_changes_no_split_of_the_sum(num_outputs: int, num_inputs: int) -> None:
-    assert len({choose(num_rows, num_outputs, num_inputs) for num_rows in range(1, MAX_ROWS + 1)}) == 1
+def test_the_number_of_rows_changes_no_split_of_the_sum(num_outputs: int, num_inputs: int, options: dict[str, bool]) -> None:
+    plans = [choose(num_rows, num_outputs, num_inputs, **options) for num_rows in range(1, MAX_ROWS + 2)]
+    assert len(set(plans) - {None}) <= 1
+    assert plans[MAX_ROWS] is None
+    if options.get("has_norm"):
+        assert plans[MAX_NORM_ROWS:] == [None] * (MAX_ROWS + 1 - MAX_NORM_ROWS)
+    elif (num_outputs, num_inputs) != LAYERS[-1]:
+        assert None not in plans[:MAX_ROWS]
+
+
+def test_tiles_are_as_high_as_keeps_all_blocks_busy() -> None:
+    assert choose(8, 6144, 4096) == (3, 2)
+    assert choose(8, 6144, 4096, silu=True) == (2, 2), "a box of gates and one of up"
+    assert choose(8, 4096, 4096) == (2, 2)
+    assert choose(8, 576, 576) == (2, 4), "few outputs: more blocks to each"
 
 
 def test_sizes_the_kernel_does_not_take() -> None:
-    assert choose(1, 4096, 4096)
-    for size in ((0, 4096, 4096), (MAX_ROWS + 1, 4096, 4096), (1, 4100, 4096), (1, 4096, 4100), (0, 0, 0)):
+    for size in ((0, 4096, 4096), (MAX_ROWS + 1, 4096, 4096), (1, 4100, 4096), (1, 4096, 4100), (0, 0, 0), (1, 49152, 576)):
         assert choose(*size) is None, size
+    assert choose(1, 4096, 16384, has_norm=True) is None
     assert not can_serve(torch.zeros(1, 64, dtype=torch.bfloat16), torch.zeros(64, 64, dtype=torch.bfloat16))
