@@ -63,6 +63,7 @@ def test_it_equals_fp64(num_outputs: int, num_inputs: int, dtype: torch.dtype, m
 def test_options_equal_the_separate_ops(num_outputs: int, num_inputs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, norm_weight = randn(num_outputs, num_inputs, dtype=dtype, seed=1) / num_inputs**0.5, randn(num_inputs, dtype=dtype, seed=2)
     rows, before = randn(32, num_inputs, dtype=dtype, seed=3) * 3, randn(32, num_outputs, dtype=dtype, seed=4)
+    bias = randn(num_outputs, dtype=dtype, seed=5)
     for num_rows in (1, 3, 8, 13, 32):
         if choose(num_rows, num_outputs, num_inputs) is None:
             continue
@@ -71,16 +72,19 @@ def test_options_equal_the_separate_ops(num_outputs: int, num_inputs: int, dtype
         with monkeypatch.context() as patch:
             poison(patch)
             plain, fused = skinny_linear(x, weight), skinny_linear(x, weight, norm_weight=norm_weight, eps=1e-5)
-            gated = skinny_linear(x, weight, silu=True)
+            gated, gated_with_bias = skinny_linear(x, weight, silu=True), skinny_linear(x, weight, bias, silu=True)
             normed_and_gated = skinny_linear(x, weight, norm_weight=norm_weight, eps=1e-5, silu=True)
         # The two sums of squares differ in order, so that an item of the normalised x may be its neighbour.
         scale = normed.double().abs().cpu() @ weight.double().abs().cpu().T
         assert_near(fused, (normed.double() @ weight.double().T).cpu(), scale * (1 + STEP[dtype] / 1e-5 / num_inputs**0.5), dtype)
         assert torch.equal(gated, silu_and_mul(plain))
+        assert torch.equal(gated_with_bias, silu_and_mul(skinny_linear(x, weight, bias)))
         assert torch.equal(normed_and_gated, silu_and_mul(fused))
         residual = before[:num_rows].clone()
         skinny_linear_add(residual, x, weight)
         assert torch.equal(residual, before[:num_rows] + plain)
+        skinny_linear_add(residual, x, weight, bias)
+        assert torch.equal(residual, before[:num_rows] + plain + skinny_linear(x, weight, bias))
 
 
 def test_norm_before_equals_the_norm_of_its_own_in_nearly_every_bit() -> None:
