@@ -341,6 +341,7 @@ class Ends:
             self.granted[transfer_id].set()
 
     def on_failed(self, transfer_id: str, reason: str) -> None:
+        print(f"transfer {transfer_id} failed: {reason}", file=sys.stderr, flush=True)
         self.ended.put((transfer_id, time.monotonic(), reason))
 
     def on_committed(self, transfer_id: str, hidden_state: bytes = b"", info: Any = None) -> None:

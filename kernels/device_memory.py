@@ -32,7 +32,7 @@ def libraries() -> list[Library]:
 def _library() -> ctypes.CDLL:
     loaded = load(libraries()[0])
     pointer, int64 = ctypes.c_void_p, ctypes.c_int64
-    loaded.export_device_memory.argtypes = [pointer, pointer, pointer]
+    loaded.export_device_memory.argtypes = [pointer, ctypes.c_int, pointer, pointer]
     loaded.open_device_memory.argtypes = [ctypes.c_char_p, ctypes.c_int, pointer]
     loaded.close_device_memory.argtypes = [pointer, ctypes.c_int]
     loaded.pin_host_memory.argtypes = [pointer, int64, ctypes.c_int]
@@ -59,7 +59,7 @@ def export_device_memory(tensor: torch.Tensor) -> DeviceMemoryHandle:
     """Raises KernelError where this memory cannot be named to others (an allocator with expandable segments, some virtual machines)."""
     handle, offset = ctypes.create_string_buffer(HANDLE_NBYTES), ctypes.c_int64()
     with torch.cuda.device(tensor.device):
-        check(_library().export_device_memory(tensor.data_ptr(), handle, ctypes.byref(offset)))
+        check(_library().export_device_memory(tensor.data_ptr(), tensor.device.index, handle, ctypes.byref(offset)))
     return DeviceMemoryHandle(handle.raw, offset.value)
 
 

@@ -318,7 +318,7 @@ def flash_attention(
     # A group larger than a tile is cut into equal parts, each of which reads the keys for itself.
     heads = max(part for part in range(1, min(group, chosen.rows) + 1) if group % part == 0)
     tokens = chosen.rows // heads
-    num_tiles = num_tokens // tokens + num_seqs
+    num_tiles = triton.cdiv(num_tokens, tokens) + num_seqs - 1
     num_head_groups = num_heads // heads
     num_programs = num_tiles * num_head_groups
     if num_splits is None:

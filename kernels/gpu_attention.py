@@ -39,6 +39,70 @@ def prepare(
     attention(query[:1], key_cache, value_cache, 1.0, sliding_window=sliding_window, soft_cap=soft_cap)
 
 
+class GPUDecodeAttention:
+    """Requests of one new token each. `block_tables`: int32 [num_requests, max_blocks], `seq_lens`: int32 [num_requests] on the GPU, which
+    may change between calls as long as none exceeds `max_seq_len`; of length 0: a row of zeros. `num_kv_tokens`, `is_even`: see
+    PagedAttentionPlan."""
+
+    def __init__(
+        self,
+        block_tables: torch.Tensor,
+        seq_lens: torch.Tensor,
+        max_seq_len: int,
+        num_kv_tokens: int | None = None,
+        is_even: bool = False,
+    ) -> None:
+        self._tables, self._lens, self._max_seq_len = block_tables, seq_lens, max_seq_len
+        self._num_kv_tokens, self._is_even = num_kv_tokens, is_even
+        self._plans: dict[tuple[int | None, float | None], PagedAttentionPlan] = {}
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        scale: float,
+        *,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As GPUPagedAttention, but for fp16 and bf16 only."""
+        plan = self._plans.get((sliding_window, soft_cap))
+        if plan is None:
+            plan = self._plans[sliding_window, soft_cap] = PagedAttentionPlan(
+                query, key_cache, value_cache, self._tables, self._lens, self._max_seq_len, scale,
+                sliding_window=sliding_window, soft_cap=soft_cap, num_kv_tokens=self._num_kv_tokens, is_even=self._is_even,
+            )  # fmt: skip
+        return plan.run(query, key_cache, value_cache, out)
+
+
+class GPUChunkAttention:
+    """Requests of any number of new tokens. Tensors as `flash_attention.flash_attention` takes them, which may change between calls within
+    the two bounds."""
+
+    def __init__(
+        self, block_tables: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, max_query_len: int, max_seq_len: int
+    ) -> None:
+        self._batch = (block_tables, query_start_loc, seq_lens, max_query_len, max_seq_len)
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        scale: float,
+        *,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As GPUPagedAttention."""
+        return flash_attention.flash_attention(
+            query, key_cache, value_cache, *self._batch, scale, sliding_window=sliding_window, soft_cap=soft_cap, out=out
+        )
+
+
 class GPUPagedAttention:
     """`block_tables[i]` covers seq_lens[i] tokens; request i owns rows query_start_loc[i : i + 2], the last of its positions. Requests of
     one new token that stand in front are served by the decode kernel."""
@@ -66,8 +130,8 @@ class GPUPagedAttention:
         self._tables, self._starts, self._lens = on_device[0].view(tables.shape), on_device[1], on_device[2]
         self._seq_lens = list(seq_lens)
         self._query_lens = query_lens
-        self._chunk_starts: torch.Tensor | None = None
-        self._plans: dict[tuple[int | None, float | None], PagedAttentionPlan] = {}
+        self._decode: GPUDecodeAttention | None = None
+        self._chunks: GPUChunkAttention | None = None
 
     def __call__(
         self,
@@ -85,21 +149,19 @@ class GPUPagedAttention:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         num_decode = 0 if query.dtype is torch.float32 else self._num_decode  # which the decode kernel does not take
         if num_decode:
-            rows = query[:num_decode]
-            plan = self._plans.get((sliding_window, soft_cap))
-            if plan is None:
+            if self._decode is None:
                 lens = self._seq_lens[:num_decode]
-                plan = self._plans[sliding_window, soft_cap] = PagedAttentionPlan(
-                    rows, key_cache, value_cache, self._tables[:num_decode], self._lens[:num_decode], max(lens), scale,
-                    sliding_window=sliding_window, soft_cap=soft_cap, num_kv_tokens=sum(lens),
-                )  # fmt: skip
-            plan.run(rows, key_cache, value_cache, out[:num_decode])
+                self._decode = GPUDecodeAttention(self._tables[:num_decode], self._lens[:num_decode], max(lens), sum(lens))
+            self._decode(
+                query[:num_decode], key_cache, value_cache, scale, sliding_window=sliding_window, soft_cap=soft_cap, out=out[:num_decode]
+            )
         if num_decode < len(self._seq_lens):
-            if self._chunk_starts is None:
-                self._chunk_starts = self._starts[num_decode:] - num_decode
-            flash_attention.flash_attention(
-                query[num_decode:], key_cache, value_cache, self._tables[num_decode:], self._chunk_starts, self._lens[num_decode:],
-                max(self._query_lens[num_decode:]), max(self._seq_lens[num_decode:]), scale,
-                sliding_window=sliding_window, soft_cap=soft_cap, out=out[num_decode:],
-            )  # fmt: skip
+            if self._chunks is None:
+                self._chunks = GPUChunkAttention(
+                    self._tables[num_decode:], self._starts[num_decode:] - num_decode, self._lens[num_decode:],
+                    max(self._query_lens[num_decode:]), max(self._seq_lens[num_decode:]),
+                )  # fmt: skip
+            self._chunks(
+                query[num_decode:], key_cache, value_cache, scale, sliding_window=sliding_window, soft_cap=soft_cap, out=out[num_decode:]
+            )
         return out

@@ -49,7 +49,7 @@ class _Params(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("scale", "soft_cap")),
         *((name, ctypes.c_int) for name in ("sliding_window", "num_seqs", "num_heads", "num_kv_heads", "group_size")),
         *((name, ctypes.c_int) for name in ("groups_per_kv_head", "block_size", "partition_size", "num_partitions")),
-        *((name, ctypes.c_int) for name in ("max_context", "partial_is_f32", "evict_first")),
+        *((name, ctypes.c_int) for name in ("max_context", "partial_is_f32", "is_even", "evict_first")),
         *((name, ctypes.c_int64) for name in ("query_stride", "out_stride", "block_table_stride")),
         *((name, ctypes.c_int64) for name in ("k_block_stride", "k_head_stride", "v_block_stride", "v_head_stride")),
     )
@@ -249,7 +249,8 @@ class PagedAttentionPlan:
     checked, the workspace allocated. `query`, `key_cache` and `value_cache` show the shapes, strides and types of those it will run on;
     the caches' dtype says how they are read, so FP8 ones are float8 tensors. No seq_len may exceed max_seq_len; what block_tables and
     seq_lens hold may change between runs. num_kv_tokens: the sum of seq_lens where it is known; partition_size: instead of the choice,
-    a multiple of 64. The rest as paged_attention_v1. Runs share one workspace: one thread and one stream at a time, and the plan must
+    a multiple of 64; is_even: each sequence is cut into equal parts, as many at most as the longest would be, which suits a plan that is to
+    serve any lengths. The rest as paged_attention_v1. Runs share one workspace: one thread and one stream at a time, and the plan must
     live as long as a CUDA graph that captured a run."""
 
     def __init__(
@@ -269,6 +270,7 @@ class PagedAttentionPlan:
         v_scale: float | torch.Tensor = 1.0,
         num_kv_tokens: int | None = None,
         partition_size: int | None = None,
+        is_even: bool = False,
     ) -> None:
         num_kv_heads, block_size = value_cache.shape[1], value_cache.shape[3 if key_cache.dim() == 5 else 2]
         tables = (block_tables, seq_lens, block_size)
@@ -305,6 +307,8 @@ class PagedAttentionPlan:
                 tmp_out = torch.empty(*shape, query.shape[2], dtype=torch.float32, device=query.device)
                 self._workspace = (sums, tmp_out)
                 _with_partitions(self._params, sums[0], sums[1], tmp_out)
+                if is_even and not sliding_window:  # of which only the parts within the window have work
+                    self._params.is_even, self._params.partition_size = 1, min(size, MIN_DEEP_TOKENS)
 
     def run(self, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Returns `out`, or a new tensor: [num_seqs, num_heads, head_dim]."""

@@ -44,7 +44,7 @@ def up(
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port the router listens on. Default: 8000.")] = None,
     aggregated: Annotated[bool, typer.Option("--aggregated", help="No prefill workers: decode workers compute prompts too.")] = False,
     tensor_parallel: Annotated[
-        int | None, typer.Option(min=1, help="Processes (on GPUs: one for each) that share each layer; with --aggregated. Default: 1.")
+        int | None, typer.Option(min=1, help="Processes of each worker that share each layer, on GPUs one for each. Default: 1.")
     ] = None,
     transport: Annotated[str | None, typer.Option(help="How KV travels: cuda, shm, ipc or tcp. Default: the fastest.")] = None,
     load_format: Annotated[str | None, typer.Option(help="dummy: random weights, for a directory that has none.")] = None,
@@ -77,8 +77,6 @@ def up(
         tensor_parallel_size=tensor_parallel,
         cpu_weights=cpu_weights,
     )
-    if settings.tensor_parallel_size > 1 and not settings.aggregated:
-        raise ConfigurationError("--tensor-parallel needs --aggregated: KV of several ranks cannot go from one worker to another yet")
     if settings.aggregated and prefill is not None:
         raise ConfigurationError("--prefill and --aggregated exclude each other: an aggregated system has no prefill workers")
     num_prefill = 0 if settings.aggregated else prefill or 1

@@ -36,7 +36,7 @@ class Settings(BaseModel):
         "auto: stored",
     )
     tensor_parallel_size: int = Field(
-        1, ge=1, le=64, description="decode in aggregated mode: processes, on GPUs one for each, that share each layer of the model"
+        1, ge=1, le=64, description="processes of a worker, on GPUs one for each, that share each layer of the model"
     )
     num_threads: int | None = Field(None, ge=1, description="CPU threads of a worker's engine; default: all cores it may use")
 
@@ -65,6 +65,10 @@ class Settings(BaseModel):
     max_num_batched_tokens: int = Field(2048, ge=1, description="tokens in one step")
     long_prefill_token_threshold: int = Field(0, ge=0, description="cap on one request's chunk when others wait; 0 = off")
     max_num_seqs: int = Field(64, ge=1, description="requests in one step")
+    async_scheduling: bool | None = Field(
+        None, description="prepare decode steps while the one before runs, tokens read one step late; default: on a GPU"
+    )
+    enforce_eager: bool = Field(False, description="on a GPU: launch the kernels of decode steps one by one, without CUDA graphs")
     max_step_ms: float = Field(200.0, gt=0, description="time bound on one step; caps chunks by the measured speed")
     max_num_waiting: int = Field(1024, ge=1, description="worker: requests that may wait; more are refused")
 

@@ -47,7 +47,8 @@ class WorkerRecord(BaseModel):
     dtype: str
     kv_wire_dtype: Literal["auto", "fp8"] = "auto"
     block_size: int
-    tensor_parallel_size: int = 1
+    is_kv_whole: bool = True
+    """See KVFormat.is_whole."""
     num_blocks: int
     num_host_blocks: int = 0
     """For which it has host memory besides."""

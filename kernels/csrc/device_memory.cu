@@ -15,10 +15,13 @@ EXPORT const char* pin_host_memory(void* address, int64_t bytes, int is_read_onl
 EXPORT const char* unpin_host_memory(void* address) { return message_of(cudaHostUnregister(address)); }
 
 // The handle of the allocation that holds `address`, and how far into it that is.
-EXPORT const char* export_device_memory(const void* address, char* handle, int64_t* offset) {
+EXPORT const char* export_device_memory(const void* address, int device, char* handle, int64_t* offset) {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found;
-    cudaError_t error = cudaGetDriverEntryPointByVersion("cuMemGetAddressRange", &function, 12000, cudaEnableDefault, &found);
+    cudaError_t error = cudaSetDevice(device);
+    if (error == cudaSuccess) error = cudaFree(nullptr);  // the driver's own calls need the context, which a new thread has not
+    if (error != cudaSuccess) return message_of(error);
+    error = cudaGetDriverEntryPointByVersion("cuMemGetAddressRange", &function, 12000, cudaEnableDefault, &found);
     if (error != cudaSuccess || function == nullptr) return "the driver has no cuMemGetAddressRange";
     CUdeviceptr base = 0;
     size_t bytes = 0;

@@ -42,10 +42,18 @@ struct Params {
     int block_size, partition_size, num_partitions;
     int max_context;             // what a row of the block table can hold; a longer seq_len is cut to it
     int partial_is_f32;
+    int is_even;      // partition_size is the least: each sequence is cut into equal parts, num_partitions of them at most
     int evict_first;  // the cache is read past L2's other contents: for short runs, which would wait for their eviction
     int64_t query_stride, out_stride, block_table_stride;
     int64_t k_block_stride, k_head_stride, v_block_stride, v_head_stride;  // elements of the cache
 };
+
+// Tokens of a partition of a sequence.
+__device__ __forceinline__ int partition_size_of(const Params& p, int seq_len) {
+    if (!p.is_even) return p.partition_size;
+    const int share = (seq_len + p.num_partitions - 1) / p.num_partitions;
+    return max(p.partition_size, (share + STAGE_TOKENS - 1) / STAGE_TOKENS * STAGE_TOKENS);
+}
 
 constexpr int clamp(int value, int low, int high) { return value < low ? low : value > high ? high : value; }
 
@@ -261,8 +269,9 @@ struct Kernel {
         const int seq = blockIdx.y, partition = blockIdx.z;
         const int seq_len = min(p.seq_lens[seq], p.max_context);
         const int window_start = p.sliding_window > 0 ? max(0, seq_len - p.sliding_window) : 0;
-        const int partition_start = partition * p.partition_size;
-        const int end = min(seq_len, partition_start + p.partition_size);
+        const int partition_size = partition_size_of(p, seq_len);
+        const int partition_start = partition * partition_size;
+        const int end = min(seq_len, partition_start + partition_size);
         const int first_token = max(partition_start, window_start / STAGE_TOKENS * STAGE_TOKENS);
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         allow_dependent_launch();
@@ -644,7 +653,8 @@ __global__ void __launch_bounds__(32 * REDUCE_WARPS) reduce(const __grid_constan
     __shared__ float partial[REDUCE_WARPS][HEAD_DIM];
     const int head = blockIdx.x, seq = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int seq_len = min(p.seq_lens[seq], p.max_context);
-    const int num_partitions = min((seq_len + p.partition_size - 1) / p.partition_size, p.num_partitions);
+    const int partition_size = partition_size_of(p, seq_len);
+    const int num_partitions = min((seq_len + partition_size - 1) / partition_size, p.num_partitions);
     const int64_t first = (static_cast<int64_t>(seq) * p.num_heads + head) * p.num_partitions;
     wait_for_previous_kernel();
 

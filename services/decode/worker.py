@@ -14,7 +14,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import islice
 
@@ -31,6 +31,7 @@ from shared.batch import SchedulerOutput
 from shared.cache.kv_cache_manager import Reservation
 from shared.config import Settings
 from shared.engine.engine_core import StepResult
+from shared.engine.overlapped_decode import DecodedStep
 from shared.engine.sampler import SampledToken, SamplingRow, sample
 from shared.engine.structured_output import MASK_GRACE_S, Grammars, wait_until_ready
 from shared.engine.worker_loop import WorkerLoop, deadline_at, milliseconds
@@ -99,8 +100,9 @@ class DecodeWorker(WorkerLoop):
             problem = self._problem(message, "this request or transfer id is already being served here", "invalid_request")
             self.rpc.send(router, problem)
             return
-        if self.engine.shard is not None and (message.transfer_id is not None or message.prefix_pull is not None):
-            self.refuse(router, message, self._problem(message, "this worker's ranks take no KV from others", "invalid_request"))
+        if not self.engine.is_kv_whole and (message.transfer_id is not None or message.prefix_pull is not None):
+            problem = self._problem(message, "this worker's ranks are on several GPUs, which take no KV from others", "invalid_request")
+            self.refuse(router, message, problem)
             return
         request = Request(
             message.request_id,
@@ -325,10 +327,10 @@ class DecodeWorker(WorkerLoop):
         for row in output.scheduled:
             self.note_host_load(row.request, self._sequences[row.request.request_id].job.span)
         for job in {self._sequences[row.request.request_id].job for row in output.scheduled}:
-            job.num_steps += 1
             job.reserved_ns = job.reserved_ns or time.time_ns()
 
     def on_computed(self, result: StepResult) -> None:
+        self._count_step(row.request for row in result.output.scheduled)
         for row in result.output.scheduled:
             num_prompt_tokens = min(row.end, row.request.num_prompt_tokens) - row.start
             if num_prompt_tokens > 0:
@@ -343,6 +345,25 @@ class DecodeWorker(WorkerLoop):
             sequence.job.started_ns = sequence.job.started_ns or result.end_ns
         if completed:
             self._generate(completed, result.hidden)
+
+    def _count_step(self, requests: Iterable[Request]) -> None:
+        for job in {self._sequences[request.request_id].job for request in requests}:
+            job.num_steps += 1
+
+    def rows_to_draw(self, output: SchedulerOutput) -> list[SamplingRow] | None:
+        sequences = [self._sequences[row.request.request_id] for row in output.scheduled]
+        if any(sequence.guide is not None or sequence.job.beam_search is not None for sequence in sequences):
+            return None
+        rows = [sequence.sampling_row() for sequence in sequences]
+        return rows if all(row.can_run_ahead for row in rows) else None
+
+    def on_decoded(self, result: DecodedStep) -> None:
+        self._count_step(request for request, _ in result.tokens)
+        with self.rpc.batch():
+            for request, token in result.tokens:
+                # One of the tokens before may have ended the request of several sequences.
+                if request.request_id in self._sequences:
+                    self._take_token(self._sequences[request.request_id], token)
 
     def _generate(self, sequences: list[DecodeSequence], hidden: torch.Tensor) -> None:
         """hidden: [len(sequences), hidden_size], the last hidden state of each; samples and sends one token each, and at the first
@@ -390,12 +411,17 @@ class DecodeWorker(WorkerLoop):
             tokens = [self._sample_alone(logits[index : index + 1], row) for index, row in enumerate(rows)]
         with self.rpc.batch():
             for sequence, token in zip(sequences, tokens, strict=True):
-                if isinstance(token, InvalidRequestError):
-                    self._refuse_grammar(sequence.job, token.message)
-                elif isinstance(token, Exception):
-                    self._end(sequence.job.request.request_id, f"sampling failed: {token}", "internal")
-                elif sequence.request.request_id in self._sequences:  # a failed sibling takes it along
-                    self._emit(sequence, token)
+                if sequence.request.request_id in self._sequences:  # a failed sibling takes it along
+                    self._take_token(sequence, token)
+
+    def _take_token(self, sequence: DecodeSequence, token: SampledToken | Exception) -> None:
+        if isinstance(token, InvalidRequestError):
+            self._refuse_grammar(sequence.job, token.message)
+        elif isinstance(token, Exception):
+            logger.error("sampling a token failed: %s", token)
+            self._end(sequence.job.request.request_id, f"sampling failed: {token}", "internal")
+        else:
+            self._emit(sequence, token)
 
     def _settle_late(self, sequences: list[DecodeSequence], hidden: torch.Tensor) -> None:
         """Those whose grammar is not ready wait beside the loop, with their hidden state; a request whose grammar cannot be used ends."""

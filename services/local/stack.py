@@ -91,8 +91,13 @@ class Stack:
             if len(set(values)) > 1:
                 found = ", ".join(f"{role} {value}" for role, value in zip(roles, values, strict=True))
                 raise ConfigurationError(f"{name} must be the same for router, prefill and decode: {found}")
-        if self._of_role("decode").tensor_parallel_size != self._settings.tensor_parallel_size:
-            raise ConfigurationError("PAGEWIRE_DECODE_TENSOR_PARALLEL_SIZE is for workers on their own; give --tensor-parallel instead")
+        for role in roles[1:] if self._plan.num_prefill else ():
+            settings = self._of_role(role)
+            if settings.tensor_parallel_size > 1 and may_use_gpu(settings.device):
+                raise ConfigurationError(
+                    f"tensor_parallel_size = {settings.tensor_parallel_size} for {role}: KV of ranks on several GPUs cannot go from one "
+                    "worker to another yet; add --aggregated, or set PAGEWIRE_DEVICE=cpu"
+                )
         lengths = {settings.max_model_len for settings in per_role}
         model = (self._settings.model, self._settings.load_format)
         if len(lengths) > 1 and len({resolve_model(*model, length).fingerprint for length in lengths}) > 1:
@@ -151,7 +156,8 @@ class Stack:
         # Workers before the router: they take longest.
         counts: dict[Literal["prefill", "decode"], int] = {"prefill": plan.num_prefill, "decode": plan.num_decode}
         for role, count in counts.items():
-            num_threads = settings.num_threads or max(1, available_cpus() // max(1, count * settings.tensor_parallel_size))
+            num_ranks = count * self._of_role(role).tensor_parallel_size
+            num_threads = settings.num_threads or max(1, available_cpus() // max(1, num_ranks))
             for index in range(count):
                 name = f"{role}-{index}"
                 extra = {"PAGEWIRE_WORKER_ID": name + suffix, "PAGEWIRE_NUM_THREADS": str(num_threads)}
@@ -167,7 +173,7 @@ class Stack:
         environ = {"PAGEWIRE_LOG_LEVEL": "warning", **_without_keys(self._environ()), **extra}
         environ |= {"REDIS_URL": redis_url, "PAGEWIRE_REDIS_URL": redis_url}
         # What was settled here must not be settled otherwise for one role.
-        for setting in ("MODEL", "REDIS_URL", "HOST", "PORT", "WORKER_ID", "AGGREGATED", "TENSOR_PARALLEL_SIZE"):
+        for setting in ("MODEL", "REDIS_URL", "HOST", "PORT", "WORKER_ID", "AGGREGATED"):
             environ.pop(f"PAGEWIRE_{role.upper()}_{setting}", None)
         child = Child(name, [sys.executable, "-m", f"services.{role}"], environ)
         child.start()

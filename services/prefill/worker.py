@@ -19,8 +19,10 @@ from services.prefill.job import PrefillJob
 from shared import telemetry
 from shared.batch import ScheduledRequest, SchedulerOutput
 from shared.config import Settings
+from shared.engine.device import select_device
 from shared.engine.engine_core import StepResult
 from shared.engine.layer_groups import OnLayers
+from shared.engine.tensor_parallel.sharding import Shard
 from shared.engine.worker_loop import WorkerLoop, deadline_at, milliseconds
 from shared.errors import ConfigurationError, TransferError
 from shared.messages import AbortRequest, DecodeRequest, PrefillRequest, RequestFailed, WorkerTiming
@@ -41,10 +43,11 @@ class PrefillWorker(WorkerLoop):
         progress: Callable[[float], None] | None = None,
         pending: PendingWeights | None = None,
     ) -> None:
-        if settings.tensor_parallel_size > 1:
+        num_ranks = settings.tensor_parallel_size
+        if num_ranks > 1 and select_device(settings, Shard(0, num_ranks).config(source.config)).type == "cuda":
             raise ConfigurationError(
-                f"tensor_parallel_size = {settings.tensor_parallel_size}: KV of several ranks cannot go from one worker to another yet; "
-                "set it for decode workers of an aggregated system only (PAGEWIRE_DECODE_TENSOR_PARALLEL_SIZE)"
+                f"tensor_parallel_size = {num_ranks}: KV of ranks on several GPUs cannot go from one worker to another yet; set it for an "
+                "aggregated system (--aggregated), or PAGEWIRE_DEVICE=cpu"
             )
         super().__init__(source, settings, tracer, progress, pending)
         self._jobs: dict[str, PrefillJob] = {}  # by transfer id

@@ -68,7 +68,7 @@ class Worker:
     @property
     def kv_format(self) -> KVFormat:
         record = self.record
-        return KVFormat(record.dtype, record.block_size, record.kv_wire_dtype, record.tensor_parallel_size)
+        return KVFormat(record.dtype, record.block_size, record.kv_wire_dtype, record.is_kv_whole)
 
     @property
     def kv_peer(self) -> KVPeer:

@@ -8,6 +8,7 @@ Not thread-safe: KVCacheManager holds the lock.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from shared.block_hash import BlockHash
@@ -84,6 +85,9 @@ class BlockPool:
         self._cached: dict[BlockHash, KVCacheBlock] = {}
         self._children: dict[BlockHash, set[BlockHash]] = {}
         """Of what is cached: those whose parent it is."""
+        self._num_launched = self._num_completed = 0
+        self._retired: deque[tuple[int, KVCacheBlock]] = deque()
+        """References given back while a step ran, with the last step that may still use the block."""
         self._on_cached = on_cached
         self._on_evicted = on_evicted
         self._host_tier = host_tier
@@ -150,7 +154,30 @@ class BlockPool:
             self._announce(block_hash)
 
     def free(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Give back one reference on each. Pass a request's blocks last block first, so that leaves are evicted before parents."""
+        """Give back one reference on each. Pass a request's blocks last block first, so that leaves are evicted before parents. While a
+        step runs that was launched and is not known to have ended, a block stays referenced: the step may read and write it."""
+        if self._num_launched > self._num_completed:
+            self._retired.extend((self._num_launched, block) for block in blocks)
+        else:
+            self._release(blocks)
+
+    def step_launched(self) -> None:
+        """A step runs from now on beside what else happens here."""
+        self._num_launched += 1
+
+    def step_completed(self) -> None:
+        """The oldest step that was launched has ended: what was given back before the next one was launched is free."""
+        assert self._num_completed < self._num_launched, "no step was launched"
+        self._num_completed += 1
+        while self._retired and self._retired[0][0] <= self._num_completed:
+            self._release([self._retired.popleft()[1]])
+
+    @property
+    def retired(self) -> list[KVCacheBlock]:
+        """Blocks, one for each reference, that are free when the steps that run have ended."""
+        return [block for _, block in self._retired]
+
+    def _release(self, blocks: Iterable[KVCacheBlock]) -> None:
         for block in blocks:
             assert block.ref_cnt > 0, "block was freed twice"
             block.ref_cnt -= 1

@@ -62,6 +62,8 @@ class KVCacheManager:
         self._on_loaded = on_loaded
         self._loads = HostLoads()
         self._num_loads = 0
+        self._changed_from: dict[str, int] = {}
+        """By holder: the first of its blocks that is another than when `take_changes` was last called."""
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self.num_host_hit_tokens = 0
@@ -171,6 +173,7 @@ class KVCacheManager:
         fresh = self.pool.allocate(num_fresh)
         assert fresh is not None
         self._blocks[holder_id] = hits + fresh
+        self._changed_from[holder_id] = 0
         self._loads.wait_for(holder_id, hits)
         if held:
             self._prepare_load(holder_id, held, len(hits))
@@ -239,15 +242,16 @@ class KVCacheManager:
             blocks = self._blocks[request_id]
             self.pool.touch(blocks)
             self._blocks[child_id] = list(blocks)
+            self._changed_from[child_id] = 0
             self._num_published[child_id] = self._num_published[request_id]
             self._loads.fork(request_id, child_id)
 
-    def grow(self, request: Request) -> bool:
-        """Make room for all tokens known of a request that holds blocks, and make the block it will write to its own; False, and no
-        change, when the pool is out of blocks."""
+    def grow(self, request: Request, num_ahead: int = 0) -> bool:
+        """Make room for all tokens known of a request that holds blocks and `num_ahead` more, and make the block it will write to its own;
+        False, and no change, when the pool is out of blocks."""
         with self.lock:
             blocks = self._blocks[request.request_id]
-            missing = max(0, cdiv(request.num_tokens, self.block_size) - len(blocks))
+            missing = max(0, cdiv(request.num_tokens + num_ahead, self.block_size) - len(blocks))
             first_written = request.num_computed_tokens // self.block_size
             shared = [index for index in range(first_written, len(blocks)) if blocks[index].ref_cnt > 1]
             fresh = self.pool.allocate(missing + len(shared))
@@ -255,9 +259,12 @@ class KVCacheManager:
                 return False
             for index in shared:
                 original, blocks[index] = blocks[index], fresh.pop()
+                self._note_change(request.request_id, index)
                 self._copy_block(original.block_id, blocks[index].block_id)
                 self.pool.free([original])
-            blocks.extend(fresh)
+            if fresh:
+                self._note_change(request.request_id, len(blocks))
+                blocks.extend(fresh)
             return True
 
     def publish_full_blocks(self, request: Request) -> None:
@@ -267,15 +274,14 @@ class KVCacheManager:
         A request that is not ready publishes later: its blocks hang on some that may not come. So does one whose block would be exchanged
         for one that is still being filled from host memory: it has the bytes, and that one has not.
         """
-        if not self._enable_prefix_caching:
+        num_full = request.num_computed_tokens // self.block_size
+        # Asked for every token of every request; one thread publishes for a request, so what it published needs no lock.
+        if not self._enable_prefix_caching or num_full <= self._num_published[request.request_id]:
             return
         with self.lock:
             if not self.is_ready(request.request_id):
                 return
-            num_full = request.num_computed_tokens // self.block_size
             first = self._num_published[request.request_id]
-            if num_full <= first:
-                return
             request.update_block_hashes(self.root, self.block_size)
             blocks = self._blocks[request.request_id]
             for index in range(first, num_full):
@@ -283,7 +289,9 @@ class KVCacheManager:
                 if entered is not None and self._loads.is_filling(entered):
                     return
                 parent = request.block_hashes[index - 1] if index else self.root
-                blocks[index] = self.pool.cache(blocks[index], request.block_hashes[index], parent)
+                own, blocks[index] = blocks[index], self.pool.cache(blocks[index], request.block_hashes[index], parent)
+                if blocks[index] is not own:
+                    self._note_change(request.request_id, index)
                 self._num_published[request.request_id] = index + 1
 
     def free(self, request_id: str) -> None:
@@ -291,9 +299,34 @@ class KVCacheManager:
         with self.lock:
             blocks = self._blocks.pop(request_id, None)
             self._num_published.pop(request_id, None)
+            self._changed_from.pop(request_id, None)
             self._loads.release(request_id)
             if blocks:
                 self.pool.free(blocks[::-1])
+
+    # ---- steps that run while others are prepared ---------------------------------------------------------------------
+    def step_launched(self) -> None:
+        """A step runs from now on: blocks given back meanwhile are free when it has ended."""
+        with self.lock:
+            self.pool.step_launched()
+
+    def step_completed(self) -> None:
+        """The oldest step that was launched has ended."""
+        with self.lock:
+            self.pool.step_completed()
+
+    def take_changes(self) -> dict[str, tuple[int, list[int]]]:
+        """By holder, for those whose blocks are others than at the last call: from which index on, and the ids from there on."""
+        with self.lock:
+            changed, self._changed_from = self._changed_from, {}
+            return {
+                holder: (first, [block.block_id for block in self._blocks[holder][first:]])
+                for holder, first in changed.items()
+                if holder in self._blocks
+            }
+
+    def _note_change(self, holder_id: str, index: int) -> None:
+        self._changed_from[holder_id] = min(index, self._changed_from.get(holder_id, index))
 
     def _cacheable(self, request: Request) -> list[BlockHash]:
         """Of the blocks that it could take from a cache."""
@@ -323,5 +356,7 @@ class KVCacheManager:
             for blocks in self._blocks.values():
                 for block in blocks:
                     held[block.block_id] = held.get(block.block_id, 0) + 1
+            for block in self.pool.retired:
+                held[block.block_id] = held.get(block.block_id, 0) + 1
             for block in self.pool.blocks:
                 assert block.ref_cnt == held.get(block.block_id, 0), f"{block} has {held.get(block.block_id, 0)} holders"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.cpu_attention import CPUPagedAttention
-from kernels.gpu_attention import GPUPagedAttention
+from kernels.gpu_attention import GPUChunkAttention, GPUDecodeAttention, GPUPagedAttention
 from shared.engine.device import to_device
 from shared.engine.step_input import StepInput
 from shared.model_files.model_config import ModelConfig
@@ -19,8 +19,8 @@ class AttentionMetadata:
 
     positions: torch.Tensor  # [num_tokens] int64
     slot_mapping: torch.Tensor  # [num_tokens] int64: physical block x block size + offset, where a token's K and V are written
-    hidden_rows: torch.Tensor  # rows whose hidden state is wanted
-    attention: CPUPagedAttention | GPUPagedAttention
+    hidden_rows: torch.Tensor | None  # rows whose hidden state is wanted; None: all
+    attention: CPUPagedAttention | GPUPagedAttention | GPUDecodeAttention | GPUChunkAttention
 
     @classmethod
     def build(cls, step: StepInput, block_size: int, config: ModelConfig, device: torch.device) -> AttentionMetadata:

@@ -41,3 +41,24 @@ def default_dtype(device: torch.device) -> torch.dtype:
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """`tensor` of the host; copied without waiting for the device."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of it on the host, which is there when a Marker made after this has been waited for."""
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+class Marker:
+    """What this thread has given the device to do so far."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event(blocking=True) if device.type == "cuda" else None
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(device))
+
+    def wait(self) -> None:
+        """Until it is done."""
+        if self._event is not None:
+            self._event.synchronize()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from kernels import cpu_attention, cpu_elementwise, cpu_rotary_embedding, cpu_sampling, gpu_attention, sampling
@@ -17,24 +18,30 @@ from shared.batch import ScheduledRequest, SchedulerOutput
 from shared.block_hash import BlockHash
 from shared.cache.block_pool import BlockPool
 from shared.cache.host_tier import HostTier
-from shared.cache.kv_cache_manager import KVCacheManager
+from shared.cache.kv_cache_manager import KVCacheManager, cdiv
 from shared.cache.prefix_index import Tier
 from shared.config import Settings
+from shared.engine.decode_batch import UNKNOWN, BlockTableRows
 from shared.engine.device import default_dtype, select_device
 from shared.engine.host_block_store import new_host_block_store
 from shared.engine.kv_cache import KVCache
 from shared.engine.layer_groups import OnLayers, num_groups
 from shared.engine.layers.linear import Weights
 from shared.engine.model_runner import ModelRunner
+from shared.engine.models.causal_lm import CausalLM
 from shared.engine.models.registry import build_model
+from shared.engine.overlapped_decode import DecodedStep, LaunchedStep, OverlappedDecode, decode_batch, is_decode
 from shared.engine.prompt_logprobs import score_prompts
 from shared.engine.rotary import RotaryTables
+from shared.engine.step_graphs import StepGraphs
 from shared.engine.step_input import StepInput
 from shared.engine.tensor_parallel.followers import Followers
+from shared.engine.tensor_parallel.rank_memory import RankMemory
 from shared.engine.tensor_parallel.sharding import Shard
 from shared.engine.weights import available_bytes, cpu_storage, load_for_cpu, load_weights
 from shared.errors import ConfigurationError
 from shared.messages import PromptLogprobs
+from shared.model_files.model_config import ModelConfig
 from shared.model_files.model_source import ModelSource
 from shared.model_files.weight_reader import PendingWeights
 from shared.request import Request
@@ -96,8 +103,11 @@ class EngineCore:
             self.config.max_model_len, settings.max_model_len or self.config.max_model_len, num_blocks * settings.block_size
         )
         self._followers: Followers | None = None
+        self._rank_memory: RankMemory | None = None
         if self.shard is not None:
-            self._followers = Followers(settings, self.dtype_name, self.device, num_blocks, self.max_model_len)
+            if self.device.type == "cpu":
+                self._rank_memory = RankMemory.new(self.config, self.shard, num_blocks * self._block_nbytes)
+            self._followers = Followers(settings, self.dtype_name, self.device, num_blocks, self.max_model_len, self._rank_memory)
         self.is_broken = False
         """A rank may have stopped in the middle of a step: no other can be computed."""
         try:
@@ -134,7 +144,9 @@ class EngineCore:
         self._check_room(num_blocks)
         reduce = self._followers.join() if self._followers is not None else None
         model = build_model(self._rank_config, weights, RotaryTables(self.config, self.max_model_len, self.device), reduce)
-        self.cache = KVCache(self._rank_config, num_blocks, settings.block_size, self.dtype, self.device, is_cache_shared)
+        self.cache = KVCache(
+            self._cache_config, num_blocks, settings.block_size, self.dtype, self.device, is_cache_shared, self._rank_memory
+        )
         self.root = KVFormat(self.dtype_name, settings.block_size, settings.kv_wire_dtype).root(source.fingerprint)
         host_tier = self._new_host_tier()
         pool = BlockPool(num_blocks, lambda h, tier: on_cached([h], tier), lambda h: on_evicted([h]), host_tier)
@@ -159,13 +171,40 @@ class EngineCore:
             ),
         )
         self.num_layer_groups = num_groups(settings.kv_layer_groups, self.config.num_layers, self.device)
-        self.runner = ModelRunner(model, self.cache, self.num_layer_groups)
+        graphs = self._new_graphs(model)
+        self.runner = ModelRunner(model, self.cache, self.num_layer_groups, graphs)
+        self._tables = BlockTableRows(self.manager, settings.max_num_seqs, cdiv(self.max_model_len, settings.block_size))
+        self.overlapped: OverlappedDecode | None = None
+        """Where steps may be queued while others run."""
+        is_overlapped = settings.async_scheduling if settings.async_scheduling is not None else self.device.type == "cuda"
+        if is_overlapped and self.shard is None:
+            self.overlapped = OverlappedDecode(self.manager, self.scheduler, self.runner, self._tables, self.max_model_len)
         self.num_steps = 0
         self._warm_up()
+        if self._followers is not None:
+            self._followers.watch()
+
+    @property
+    def is_kv_whole(self) -> bool:
+        """All heads of a block stand in memory of this process, as the KV transfer wants them: not where ranks are on several GPUs."""
+        return self.shard is None or self.device.type == "cpu"
+
+    @property
+    def _cache_config(self) -> ModelConfig:
+        """Of a model that has the heads of which `cache` has the KV."""
+        return self.config if self.is_kv_whole else self._rank_config
+
+    def _new_graphs(self, model: CausalLM) -> StepGraphs | None:
+        # fp32 is the exact mode, whose attention is the prefill kernel's; sums over ranks are not captured.
+        is_capturable = self.device.type == "cuda" and self.dtype is not torch.float32 and model.is_capturable and self.shard is None
+        if not is_capturable or self.settings.enforce_eager:
+            return None
+        return StepGraphs(model, self.cache, self.settings.max_num_seqs, self.max_model_len)
 
     def _num_blocks(self) -> int:
+        """kv_cache_gib is of each rank."""
         settings = self.settings
-        block_nbytes = self._block_nbytes
+        block_nbytes = KVCache.bytes_per_block(self._rank_config, settings.block_size, self.dtype.itemsize)
         num_blocks = settings.num_blocks or int(settings.kv_cache_gib * (1 << 30)) // block_nbytes
         if num_blocks < 2:
             raise ConfigurationError(
@@ -175,7 +214,7 @@ class EngineCore:
 
     @property
     def _block_nbytes(self) -> int:
-        return KVCache.bytes_per_block(self._rank_config, self.settings.block_size, self.dtype.itemsize)
+        return KVCache.bytes_per_block(self._cache_config, self.settings.block_size, self.dtype.itemsize)
 
     def _check_room(self, num_blocks: int) -> None:
         available, needed = available_bytes(self.device), num_blocks * self._block_nbytes
@@ -186,7 +225,7 @@ class EngineCore:
             )
 
     def _copy_block(self, source: int, target: int) -> None:
-        if self._followers is not None:
+        if self._followers is not None and not self.is_kv_whole:
             self._followers.copy_block(source, target)
         self.cache.copy_block(source, target)
 
@@ -201,8 +240,10 @@ class EngineCore:
             return None
         if not settings.enable_prefix_caching:
             raise ConfigurationError("kv_host_cache_gib is of no use with enable_prefix_caching off: blocks are found by their hash")
-        if self.shard is not None:
-            raise ConfigurationError("kv_host_cache_gib does not go with tensor_parallel_size: only the first rank's blocks would be kept")
+        if not self.is_kv_whole:
+            raise ConfigurationError(
+                "kv_host_cache_gib does not go with tensor_parallel_size on GPUs: only the first rank's heads would be kept"
+            )
         store = new_host_block_store(self.cache.tensor, int(settings.kv_host_cache_gib * (1 << 30)))
         max_blocks_per_step = max(1, MAX_STORED_NBYTES_PER_STEP // self.cache.block_nbytes)
         executor = ThreadPoolExecutor(1, thread_name_prefix="kv-host-load")
@@ -235,6 +276,9 @@ class EngineCore:
         row_size = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         rows = torch.zeros(1, row_size, dtype=self.dtype, device=self.device)
         query = rows[:, : config.num_heads * config.head_dim].view(1, config.num_heads, config.head_dim)
+        if self.runner.graphs is not None:
+            with torch.inference_mode():
+                self.runner.graphs.prepare()
         for window in {config.sliding_window(layer) for layer in range(config.num_layers)}:
             gpu_attention.prepare(query, *self.cache.layer(0), sliding_window=window, soft_cap=config.attention_soft_cap)
 
@@ -253,6 +297,15 @@ class EngineCore:
 
     def _forward(self, output: SchedulerOutput, on_layers: OnLayers | None = None) -> torch.Tensor:
         """The last hidden states of the requests that complete, then those to score."""
+        if (
+            self.runner.graphs is not None
+            and on_layers is None
+            and is_decode(output)
+            and len(output.scheduled) <= self.settings.max_num_seqs
+        ):
+            token_ids = np.array([row.request.token_ids[row.start] for row in output.scheduled], np.int64)
+            sources = np.full(len(token_ids), UNKNOWN, np.int64)
+            return self.runner.decode(decode_batch(self._tables, output.scheduled, token_ids, sources, self.settings.block_size))
         step = StepInput.of(output, [self.manager.block_ids(row.request.request_id) for row in output.scheduled])
         if self._followers is None:
             return self.runner.forward(step, on_layers)
@@ -283,6 +336,24 @@ class EngineCore:
         if self.settings.debug:
             self.manager.check_invariants()
         return StepResult(output, hidden, prompt_logprobs, start_ns, time.time_ns())
+
+    def collect(self, step: LaunchedStep) -> DecodedStep:
+        """See OverlappedDecode.collect."""
+        assert self.overlapped is not None
+        result = self.overlapped.collect(step)
+        self.num_steps += 1
+        if self.settings.debug:
+            self.manager.check_invariants()
+        return result
+
+    def can_run_ahead(self, output: SchedulerOutput) -> bool:
+        """Its step may be queued by `overlapped.launch`."""
+        return (
+            self.overlapped is not None
+            and not output.preempted
+            and is_decode(output)
+            and len(output.scheduled) <= self.settings.max_num_seqs
+        )
 
     def close(self) -> None:
         """When nothing is to run any more: the other ranks end as well, if there are any. Safe to call again."""

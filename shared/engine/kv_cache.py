@@ -1,6 +1,7 @@
 """The KV cache of one worker: one tensor, a block contiguous over all layers, so that a block travels as one piece of memory.
 
-Shape [num_blocks, num_layers, 2 (K, V), num_kv_heads, block_size, head_dim].
+Shape [num_blocks, num_layers, 2 (K, V), num_kv_heads, block_size, head_dim]. Ranks of an engine on a CPU share one such tensor, and each
+computes some of the heads (`tensor_parallel/rank_memory.py`); on GPUs each has its own, of its heads.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from kernels.cache_ops import copy_blocks
 from kernels.checked_copy import compiled_copies
 from shared.config import Settings
 from shared.engine.device_blocks import DeviceBlocks
+from shared.engine.tensor_parallel.rank_memory import RankMemory
 from shared.model_files.model_config import ModelConfig
 from shared.transport.connector import BlockMemory
 from shared.transport.host_blocks import HostBlocks
@@ -25,7 +27,8 @@ logger = logging.getLogger(__name__)
 
 
 class KVCache:
-    """`is_shared`: other processes of this host may read it, where this system has such memory."""
+    """`is_shared`: other workers of this host may read it, where this system has such memory. `ranks`: where it is, if ranks share it;
+    then `config` is of the whole model."""
 
     def __init__(
         self,
@@ -35,6 +38,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device = torch.device("cpu"),  # noqa: B008 - a value, like a string
         is_shared: bool = False,
+        ranks: RankMemory | None = None,
     ) -> None:
         shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
         self.block_size = block_size
@@ -44,21 +48,27 @@ class KVCache:
         self._segment: SharedSegment | None = None
         if device.type == "cuda":
             self.tensor = torch.zeros(shape, dtype=dtype, device=device)
-            self._layers = self._views()
+            self._layers = self._views(0, config.num_kv_heads)
             return
         size_bytes = num_blocks * self.block_nbytes
-        self._segment = _new_segment(size_bytes) if is_shared else None
-        memory = np.zeros(size_bytes, dtype=np.uint8) if self._segment is None else np.frombuffer(self._segment.view, np.uint8)
+        if ranks is not None:
+            self._segment = ranks.segment if is_shared else None
+            memory = np.frombuffer(ranks.view, np.uint8)
+        else:
+            self._segment = _new_segment(size_bytes) if is_shared else None
+            memory = np.zeros(size_bytes, dtype=np.uint8) if self._segment is None else np.frombuffer(self._segment.view, np.uint8)
         self.tensor = torch.from_numpy(memory).view(dtype).view(shape)
         self._bytes = memory.data
-        self._layers = self._views()
+        self._layers = self._views(*(ranks.heads if ranks is not None else (0, config.num_kv_heads)))
 
-    def _views(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _views(self, first_head: int, num_heads: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         # Made once: on a CPU two views take as long as many a kernel.
-        return [(layer[:, 0], layer[:, 1]) for layer in self.tensor.unbind(1)]
+        heads = slice(first_head, first_head + num_heads)
+        return [(layer[:, 0, heads], layer[:, 1, heads]) for layer in self.tensor.unbind(1)]
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Key and value cache of one layer, each a view [num_blocks, num_kv_heads, block_size, head_dim]."""
+        """Key and value cache of one layer, of the heads that this rank computes: each a view [num_blocks, num_kv_heads, block_size,
+        head_dim]."""
         return self._layers[index]
 
     def copy_block(self, source: int, target: int) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from kernels import sampling
 from kernels.row_parameters import row_parameters
-from shared.engine.device import to_device
+from shared.engine.device import Marker, to_device, to_host
 from shared.engine.structured_output import TokenMask, without
 from shared.errors import InvalidRequestError
 from shared.messages import TokenLogprobs
@@ -42,10 +42,17 @@ class SamplingRow:
     """Which sequence of its request this is: the second key of the random generator."""
     grammar_mask: TokenMask | None = None
     """What the request's grammar and bad words allow next."""
+    num_ahead: int = 0
+    """Tokens drawn before this one that are not in token_ids yet."""
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
+        return len(self.token_ids) + self.num_ahead - self.num_prompt_tokens
+
+    @property
+    def can_run_ahead(self) -> bool:
+        """Its next draws depend on no token drawn before, but for the logits."""
+        return not (self.is_masked or self.is_penalised or self.params.logit_bias or self.suppressed_ids)
 
     @property
     def suppressed_ids(self) -> frozenset[int]:
@@ -73,15 +80,38 @@ class SampledToken:
 
 
 @torch.inference_mode()
-def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
-    """logits: [len(rows), vocab_size], on any device; not changed. One wait for the device, at the end."""
-    adjusted = adjust_logits(logits, rows)
-    if all(row.params.is_greedy for row in rows):
-        tokens = sampling.greedy_tokens(adjusted)
-    else:
-        tokens = sampling.sample_tokens(adjusted, _tensor([row.kernel_parameters() for row in rows], torch.int64, logits.device))
-    logprobs = raw_logprobs(logits, rows, tokens)
-    return [SampledToken(token_id, logprobs.get(index)) for index, token_id in enumerate(tokens.tolist())]
+def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken | ValueError]:
+    """logits: [len(rows), vocab_size], on any device; not changed. One wait for the device, at the end. See PendingTokens.result."""
+    return PendingTokens(logits, rows).result()
+
+
+class PendingTokens:
+    """One token for each row, being drawn on the device of the logits: `tokens`, int64 [len(rows)]."""
+
+    def __init__(self, logits: torch.Tensor, rows: Sequence[SamplingRow], *, is_plain: bool = False) -> None:
+        """logits: [len(rows), vocab_size]; not changed. Waits for nothing. `is_plain`: all rows can run ahead, so nothing is to be adjusted.
+        Raises InvalidRequestError when a row's masks leave no token."""
+        adjusted = logits if is_plain else adjust_logits(logits, rows)
+        if all(row.params.is_greedy for row in rows):
+            self.tokens = sampling.greedy_tokens(adjusted)
+        else:
+            parameters = _tensor([row.kernel_parameters() for row in rows], torch.int64, logits.device)
+            self.tokens = sampling.sample_tokens(adjusted, parameters)
+        self._logprobs = _PendingLogprobs(logits, rows, self.tokens)
+        self._on_host = to_host(self.tokens)
+        self._done = Marker(logits.device)
+
+    def result(self) -> list[SampledToken | ValueError]:
+        """Waits for the device. A ValueError for a row whose log-probabilities are no numbers."""
+        self._done.wait()
+        logprobs = self._logprobs.result()
+        if not logprobs:
+            return [SampledToken(token_id, None) for token_id in self._on_host.tolist()]
+        tokens: list[SampledToken | ValueError] = []
+        for index, token_id in enumerate(self._on_host.tolist()):
+            found = logprobs.get(index)
+            tokens.append(found if isinstance(found, ValueError) else SampledToken(token_id, found))
+        return tokens
 
 
 def adjust_logits(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
@@ -150,18 +180,37 @@ def raw_logprobs(logits: torch.Tensor, rows: Sequence[SamplingRow], tokens: torc
 
     Raises ValueError when one is no number: none can be sent, and a message that says so would spoil the frame of the whole batch.
     """
-    asked = {index: row.params.num_logprobs for index, row in enumerate(rows) if row.params.num_logprobs is not None}
-    if not asked:
-        return {}
-    row_ids = _tensor(list(asked), torch.int64, logits.device)
-    num_top = min(max(asked.values()), logits.shape[1])
-    results = sampling.token_logprobs(logits, row_ids, tokens[row_ids], num_top)
+    pending = _PendingLogprobs(logits, rows, tokens)
+    Marker(logits.device).wait()
     found: dict[int, TokenLogprobs] = {}
-    for (index, num), logprob, rank, top_ids, top_logprobs in zip(asked.items(), *(result.tolist() for result in results), strict=True):
-        if not all(map(math.isfinite, (logprob, *top_logprobs[:num]))):
-            raise ValueError("the model's log-probabilities are not finite numbers")
-        found[index] = TokenLogprobs(logprob=logprob, rank=rank, top_token_ids=tuple(top_ids[:num]), top_logprobs=tuple(top_logprobs[:num]))
+    for index, logprobs in pending.result().items():
+        if isinstance(logprobs, ValueError):
+            raise logprobs
+        found[index] = logprobs
     return found
+
+
+class _PendingLogprobs:
+    def __init__(self, logits: torch.Tensor, rows: Sequence[SamplingRow], tokens: torch.Tensor) -> None:
+        self._asked = {index: row.params.num_logprobs for index, row in enumerate(rows) if row.params.num_logprobs is not None}
+        self._results: list[torch.Tensor] = []
+        if self._asked:
+            row_ids = _tensor(list(self._asked), torch.int64, logits.device)
+            num_top = min(max(self._asked.values()), logits.shape[1])
+            self._results = [to_host(result) for result in sampling.token_logprobs(logits, row_ids, tokens[row_ids], num_top)]
+
+    def result(self) -> dict[int, TokenLogprobs | ValueError]:
+        """When the device is done."""
+        found: dict[int, TokenLogprobs | ValueError] = {}
+        parts = (result.tolist() for result in self._results)
+        for (index, num), logprob, rank, top_ids, top_logprobs in zip(self._asked.items(), *parts, strict=True) if self._asked else ():
+            if all(map(math.isfinite, (logprob, *top_logprobs[:num]))):
+                found[index] = TokenLogprobs(
+                    logprob=logprob, rank=rank, top_token_ids=tuple(top_ids[:num]), top_logprobs=tuple(top_logprobs[:num])
+                )
+            else:
+                found[index] = ValueError("the model's log-probabilities are not finite numbers")
+        return found
 
 
 def _tensor(values: Sequence[object], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -23,6 +23,8 @@ from shared.clock import SystemClock
 from shared.config import Settings
 from shared.engine.engine_core import EngineCore, StepResult
 from shared.engine.layer_groups import OnLayers
+from shared.engine.overlapped_decode import DecodedStep, LaunchedStep
+from shared.engine.sampler import SamplingRow
 from shared.ids import new_incarnation
 from shared.lease_keeper import LeaseKeeper
 from shared.membership import WorkerRecord, WorkerStats
@@ -97,6 +99,8 @@ class WorkerLoop(ABC):
             self.receiver_events(),
         )
         self._stopping = threading.Event()
+        self._launched: LaunchedStep | None = None
+        """The step that runs, where steps are queued ahead."""
         self._num_failures = 0
         self._stats = WorkerStats()
         self._stats_at_s = 0.0
@@ -136,9 +140,18 @@ class WorkerLoop(ABC):
         """Engine thread: who is told, while `output` runs, of each group of layers whose KV is complete."""
         return None
 
+    def rows_to_draw(self, output: SchedulerOutput) -> list[SamplingRow] | None:
+        """Engine thread, of requests that generate one token each: how to draw them, if that and what follows can be queued before the
+        tokens are known."""
+        return None
+
     @abstractmethod
     def on_computed(self, result: StepResult) -> None:
         """Engine thread: `result` was computed and booked."""
+
+    def on_decoded(self, result: DecodedStep) -> None:
+        """Engine thread: the same of a step whose tokens are drawn already."""
+        raise AssertionError("only a worker with `rows_to_draw` has steps that draw")
 
     @abstractmethod
     def on_step_failed(self, output: SchedulerOutput, error: Exception) -> None:
@@ -179,6 +192,8 @@ class WorkerLoop(ABC):
                 self._turn()
         finally:
             self._lease.close()
+            if self.engine.overlapped is not None:
+                self.engine.overlapped.abandon()
             self.fail_all("the worker is shutting down")
             self.close_transport()
             self.rpc.close()
@@ -202,24 +217,52 @@ class WorkerLoop(ABC):
         if not self.prefixes.is_alive:
             raise RuntimeError("the KV transfer has stopped; a fresh process can serve, this one cannot")
         self.engine.check_ranks()
+        has_computed = self.step()
+        self._refresh_stats(force=not has_computed)
+        if not has_computed:
+            self._wait_for_work()
+
+    def step(self) -> bool:
+        """What can be computed now, or False. Where steps are queued ahead, the next one before the results of the last are looked at."""
         self.before_schedule()
+        if self._launched is not None:
+            launched, self._launched = self._launched, None
+            self._go_on(launched)
+            return True
         output = self.engine.schedule()
         if output is None:
-            self._refresh_stats(force=True)
-            self._wait_for_work()
-            return
+            return False
         self.on_scheduled(output)
+        rows = self.rows_to_draw(output) if self.engine.can_run_ahead(output) else None
         try:
+            if rows is not None and self.engine.overlapped is not None:
+                self._launched = self.engine.overlapped.launch(output, rows)
+                return True
             result = self.engine.run(output, self.layer_listener(output))
         except Exception as error:
             self._handle_failed_step(output, error)
-            return
+            return True
         self._num_failures = 0
         self.on_computed(result)
-        self._refresh_stats()
+        return True
+
+    def _go_on(self, launched: LaunchedStep) -> None:
+        assert self.engine.overlapped is not None
+        following = None
+        try:
+            following = self.engine.overlapped.launch_next(launched)
+            result = self.engine.collect(launched)
+        except Exception as error:
+            self._handle_failed_step(launched.output, error)
+            return
+        self._num_failures = 0
+        self._launched = following
+        self.on_decoded(result)
 
     def _handle_failed_step(self, output: SchedulerOutput, error: Exception) -> None:
         logger.exception("step of %d tokens failed", output.num_tokens)
+        if self.engine.overlapped is not None:
+            self.engine.overlapped.abandon()
         self.on_step_failed(output, error)
         self._num_failures += 1
         if self.engine.is_broken or self._num_failures >= MAX_CONSECUTIVE_FAILURES:
@@ -319,14 +362,14 @@ class WorkerLoop(ABC):
             role=self.role,
             incarnation=self.incarnation,
             rpc_endpoint=self.rpc.endpoint,
-            kv_ctrl_endpoint=self.prefixes.receiver.ctrl_endpoint if self.engine.shard is None else None,
+            kv_ctrl_endpoint=self.prefixes.receiver.ctrl_endpoint if self.engine.is_kv_whole else None,
             kv_server_key=self.prefixes.receiver.server_key,
             model_name=self._source.name,
             model_fingerprint=self._source.fingerprint,
             dtype=self.engine.dtype_name,
             kv_wire_dtype=self.settings.kv_wire_dtype,
             block_size=self.settings.block_size,
-            tensor_parallel_size=self.settings.tensor_parallel_size,
+            is_kv_whole=self.engine.is_kv_whole,
             num_blocks=len(self.engine.manager.pool.blocks),
             num_host_blocks=host_tier.num_slots if host_tier is not None else 0,
             max_model_len=self.engine.max_model_len,

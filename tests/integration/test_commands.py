@@ -99,12 +99,6 @@ def test_prefill_workers_and_aggregated_mode_exclude_each_other() -> None:
     assert "--prefill" in done.stderr and len(done.stderr.splitlines()) == 1
 
 
-def test_ranks_of_an_engine_need_aggregated_mode() -> None:
-    done = pagewire("up", "--tensor-parallel", "2", "--port", str(free_port()))
-    assert done.returncode == 2
-    assert "--aggregated" in done.stderr and len(done.stderr.splitlines()) == 1
-
-
 def test_an_empty_api_key_is_refused_and_does_not_open_the_server() -> None:
     done = pagewire("up", "--api-key", "", "--port", str(free_port()))
     assert done.returncode == 2

@@ -114,9 +114,9 @@ def test_each_rank_of_a_worker_has_a_kv_cache_of_its_own() -> None:
     assert_one_clear_line(run_up(*arguments, PAGEWIRE_KV_CACHE_GIB=str(available / 2 / (1 << 30))), "MiB", "PAGEWIRE_KV_CACHE_GIB")
 
 
-def test_ranks_asked_for_where_they_would_not_be_started_are_one_line_and_exit_code_2() -> None:
-    arguments = ("--port", str(free_port()), "--aggregated")
-    assert_one_clear_line(run_up(*arguments, PAGEWIRE_DECODE_TENSOR_PARALLEL_SIZE="3"), "--tensor-parallel")
+def test_a_model_that_does_not_divide_among_ranks_is_one_line_and_exit_code_2() -> None:
+    arguments = ("--port", str(free_port()), "--tensor-parallel", "3")
+    assert_one_clear_line(run_up(*arguments, PAGEWIRE_DECODE_TENSOR_PARALLEL_SIZE="2"), "9 query heads", "divisor")
 
 
 def test_a_redis_that_does_not_answer_is_one_line_and_exit_code_2() -> None:

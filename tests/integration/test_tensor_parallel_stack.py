@@ -10,6 +10,7 @@ import pytest
 from local_stack import CNT, LocalStack, ids
 from plain_run import assert_equals_plain_run
 
+pytestmark = pytest.mark.long
 SCORED = {"temperature": 0, "logprobs": 2, "return_token_ids": True, "return_tokens_as_token_ids": True}
 
 

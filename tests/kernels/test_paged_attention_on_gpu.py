@@ -297,16 +297,16 @@ def test_what_a_gpu_would_read_astray_is_refused() -> None:
         paged_attention(batch.query, batch.key_cache, batch.value_cache, *tail, out=shifted)
 
 
+@pytest.mark.parametrize("is_even", [False, True])
 @pytest.mark.parametrize("partition_size", [None, 64, 192, 1024])
-def test_a_plan_serves_every_layer_and_new_lengths(partition_size: int | None) -> None:
+def test_a_plan_serves_every_layer_and_new_lengths(partition_size: int | None, is_even: bool) -> None:
     layers = [AttentionBatch(decode((2000,) * 6, 8, 2, 128, dtype=BF16), "cuda") for _ in range(2)]
     layers[1].key_cache.neg_()
     first = layers[0]
     lens = first.tensor(first.seq_lens)
-    plan = PagedAttentionPlan(
-        first.query, first.key_cache, first.value_cache, first.block_tables, lens, 2000, first.scale, partition_size=partition_size
-    )
-    for seq_lens in ([2000] * 6, [0, 1, 63, 64, 65, 1999]):
+    batch = (first.query, first.key_cache, first.value_cache, first.block_tables, lens, 2000, first.scale)
+    plan = PagedAttentionPlan(*batch, partition_size=partition_size, is_even=is_even)
+    for seq_lens in ([2000] * 6, [0, 1, 63, 64, 65, 1999], [129, 257, 300, 0, 640, 1200]):
         lens.copy_(first.tensor(seq_lens))
         for layer in layers:
             layer.seq_lens = seq_lens

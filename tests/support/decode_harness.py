@@ -10,6 +10,7 @@ from opentelemetry.trace import NoOpTracer
 
 from services.decode.worker import DecodeWorker
 from shared.config import Settings
+from shared.engine.engine_core import StepResult
 from shared.messages import AbortRequest, DecodeRequest, RequestFailed, RequestOutput, WorkerMessage, WorkerTiming
 from shared.model_files.model_source import ModelSource
 from shared.sampling_params import SamplingParams
@@ -23,6 +24,13 @@ class DecodeHarness:
         self.worker = DecodeWorker(source, Settings(**{**defaults, **settings}), NoOpTracer())
         self.sent: list[WorkerMessage] = []
         self.peak_num_used = 0
+        on_computed = self.worker.on_computed
+
+        def note_peak(result: StepResult) -> None:
+            self.peak_num_used = max(self.peak_num_used, self.num_used)
+            on_computed(result)
+
+        self.worker.on_computed = note_peak  # type: ignore[method-assign]
         self.worker.rpc.send = lambda _router, message: self.sent.append(message)  # type: ignore[method-assign]
 
     def __enter__(self) -> DecodeHarness:
@@ -35,6 +43,7 @@ class DecodeHarness:
         self.worker.rpc._socket.close(0)
         self.worker.rpc._wake_receiver.close(0)
         self.worker.rpc.close()
+        self.worker.engine.close()
 
     @property
     def num_used(self) -> int:
@@ -54,18 +63,10 @@ class DecodeHarness:
 
     def turn(self) -> bool:
         """One turn of the worker's loop without its waits. False: there was nothing to compute."""
-        worker = self.worker
-        worker._drain_inbox()
-        worker.before_schedule()
-        output = worker.engine.schedule()
-        if output is None:
-            return False
-        worker.on_scheduled(output)
-        result = worker.engine.run(output)
-        self.peak_num_used = max(self.peak_num_used, self.num_used)
-        worker.on_computed(result)
-        worker.engine.manager.check_invariants()
-        return True
+        self.worker._drain_inbox()
+        has_computed = self.worker.step()
+        self.worker.engine.manager.check_invariants()
+        return has_computed
 
     def run(self, max_turns: int = 5000) -> None:
         """Until nothing is left to do; a worker that stands still with work at hand fails the test."""

@@ -34,8 +34,17 @@ class Attention:
     def __call__(self, x: torch.Tensor, metadata: AttentionMetadata, key_cache: torch.Tensor, value_cache: torch.Tensor) -> torch.Tensor:
         """x: [num_tokens, hidden_size] -> the same shape; writes the tokens' K and V. Caches of this layer: [num_blocks, num_kv_heads,
         block_size, head_dim]."""
+        return self.output(self._mix(self.qkv(x), metadata, key_cache, value_cache))
+
+    def add_normed(
+        self, residual: torch.Tensor, norm: Norm, metadata: AttentionMetadata, key_cache: torch.Tensor, value_cache: torch.Tensor
+    ) -> None:
+        self.output.add_to(residual, self._mix(self.qkv.normed(residual, norm), metadata, key_cache, value_cache))
+
+    def _mix(self, qkv: torch.Tensor, metadata: AttentionMetadata, key_cache: torch.Tensor, value_cache: torch.Tensor) -> torch.Tensor:
+        """All between the projections: [num_tokens, num_heads * head_dim]."""
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
-        query, key, value = torch.split(self.qkv(x).view(len(x), -1, self.head_dim), heads, dim=1)
+        query, key, value = torch.split(qkv.view(len(qkv), -1, self.head_dim), heads, dim=1)
         if self.query_norm is not None:
             query = self.query_norm(query)
         if self.key_norm is not None:
@@ -48,7 +57,7 @@ class Attention:
         mixed = metadata.attention(
             query, key_cache, value_cache, self.scale, sliding_window=self.sliding_window, soft_cap=self.soft_cap
         )  # fmt: skip
-        return self.output(mixed.flatten(1))
+        return mixed.flatten(1)
 
 
 def take_attention(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ParamSpec, Protocol
+from typing import Generic, ParamSpec, Protocol
 
 import torch
 
@@ -14,11 +13,22 @@ from shared.engine.layers.norm import Norm, NormFactory, RMSNorm
 from shared.engine.tensor_parallel.sharding import Reduce
 from shared.model_files.model_config import ModelConfig
 
-AttentionPart = Callable[[torch.Tensor, AttentionMetadata, torch.Tensor, torch.Tensor], torch.Tensor]
-"""See layers.attention.Attention."""
-FeedForward = Callable[[torch.Tensor], torch.Tensor]
-"""[num_tokens, hidden_size] -> the same shape."""
 _P = ParamSpec("_P")
+
+
+class Part(Protocol[_P]):
+    """Attention or the feed-forward part of a layer."""
+
+    def __call__(self, x: torch.Tensor, *args: _P.args, **kwargs: _P.kwargs) -> torch.Tensor:
+        """x: [num_tokens, hidden_size] -> the same shape."""
+
+    def add_normed(self, residual: torch.Tensor, norm: Norm, *args: _P.args, **kwargs: _P.kwargs) -> None:
+        """residual += self(norm(residual), ...), in place."""
+
+
+AttentionPart = Part[[AttentionMetadata, torch.Tensor, torch.Tensor]]
+"""See layers.attention.Attention."""
+FeedForward = Part[[]]
 
 
 class DecoderLayer(Protocol):
@@ -37,12 +47,12 @@ class PreNormLayer:
     feed_forward: FeedForward
 
     def __call__(self, x: torch.Tensor, metadata: AttentionMetadata, key_cache: torch.Tensor, value_cache: torch.Tensor) -> torch.Tensor:
-        x += self.attention(self.input_norm(x), metadata, key_cache, value_cache)
-        x += self.feed_forward(self.post_attention_norm(x))
+        self.attention.add_normed(x, self.input_norm, metadata, key_cache, value_cache)
+        self.feed_forward.add_normed(x, self.post_attention_norm)
         return x
 
     def summed_over_ranks(self, reduce: Reduce) -> PreNormLayer:
-        return replace(self, attention=_summed(self.attention, reduce), feed_forward=_summed(self.feed_forward, reduce))
+        return replace(self, attention=_Summed(self.attention, reduce), feed_forward=_Summed(self.feed_forward, reduce))
 
 
 @dataclass(frozen=True)
@@ -62,11 +72,20 @@ class SandwichNormLayer:
         return x
 
     def summed_over_ranks(self, reduce: Reduce) -> SandwichNormLayer:
-        return replace(self, attention=_summed(self.attention, reduce), feed_forward=_summed(self.feed_forward, reduce))
+        return replace(self, attention=_Summed(self.attention, reduce), feed_forward=_Summed(self.feed_forward, reduce))
 
 
-def _summed(part: Callable[_P, torch.Tensor], reduce: Reduce) -> Callable[_P, torch.Tensor]:
-    return lambda *args, **kwargs: reduce(part(*args, **kwargs))
+class _Summed(Generic[_P]):
+    """A part of which each rank computes a share."""
+
+    def __init__(self, part: Part[_P], reduce: Reduce) -> None:
+        self._part, self._reduce = part, reduce
+
+    def __call__(self, x: torch.Tensor, *args: _P.args, **kwargs: _P.kwargs) -> torch.Tensor:
+        return self._reduce(self._part(x, *args, **kwargs))
+
+    def add_normed(self, residual: torch.Tensor, norm: Norm, *args: _P.args, **kwargs: _P.kwargs) -> None:
+        residual += self(norm(residual), *args, **kwargs)
 
 
 def take_pre_norm_layer(

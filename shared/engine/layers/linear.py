@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from kernels.cpu_linear import PackedWeight, StoredRows
+from kernels.silu_and_mul import silu_and_mul
+from shared.engine.layers.norm import Norm
 
 
 class Weights(dict[str, torch.Tensor]):
@@ -31,6 +33,15 @@ class Linear(Protocol):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [num_tokens, in_features] -> [num_tokens, out_features]."""
 
+    def normed(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """self(norm(x))."""
+
+    def gated(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """silu_and_mul(self(norm(x))): [num_tokens, out_features / 2]."""
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
+        """residual += self(x), in place."""
+
 
 @dataclass(frozen=True)
 class DenseLinear:
@@ -39,6 +50,18 @@ class DenseLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight, self.bias)
+
+    def normed(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        return self(norm(x))
+
+    def gated(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        return silu_and_mul(self(norm(x)))
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
+        if residual.is_cuda and self.bias is None:
+            residual.addmm_(x, self.weight.t())  # in the product's own kernel, before its sum is rounded
+        else:
+            residual += self(x)
 
 
 @dataclass(frozen=True)
@@ -55,6 +78,15 @@ class PackedLinear:
         for weight, bias, part in zip(self.weights, self.biases, columns, strict=True):
             weight.linear(x, part, bias)
         return out
+
+    def normed(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        return self(norm(x))
+
+    def gated(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        return silu_and_mul(self(norm(x)))
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
+        residual += self(x)
 
 
 def take_linear(weights: Weights, names: Sequence[str]) -> Linear:

@@ -29,6 +29,8 @@ class CausalLM:
         """`has_scaled_embedding`: times the square root of hidden_size, rounded to the weights' type."""
         self.config = config
         self.layers = layers
+        self.is_capturable = config.experts is None
+        """A step waits for nothing on the host, so it can be a CUDA graph; experts are counted there."""
         self._embed = take_embedding(weights, "model.embed_tokens")
         self._final_norm = norm(weights.pop("model.norm.weight"), config.rms_norm_eps)
         table = self._embed if config.tie_word_embeddings else take_embedding(weights, "lm_head")
@@ -51,10 +53,14 @@ class CausalLM:
         for index, layer in enumerate(self.layers):
             x = layer(x, metadata, *cache.layer(index))
             after_layer(index)
-        return self._final_norm(x[metadata.hidden_rows])
+        return self._final_norm(x if metadata.hidden_rows is None else x[metadata.hidden_rows])
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [n, hidden_size] -> fp32 [n, tokenizer_vocab_size]."""
-        logits = self._head(hidden).float()
+        return self.compute_raw_logits(hidden).float()
+
+    def compute_raw_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The same numbers in the model's own type where that holds them."""
+        logits = self._head(hidden)
         cap = self.config.logit_soft_cap
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        return logits if cap is None else torch.tanh(logits.float() / cap) * cap

@@ -14,19 +14,27 @@ TIMEOUT_S = 20.0
 
 
 class Collectives:
-    """One for each process."""
+    """One for each engine; on GPUs one for each process, as NCCL's group is torch's default one."""
 
     def __init__(self, shard: Shard, port: int, device: torch.device) -> None:
         """Waits until all ranks are here. `port`: of the store that the first rank keeps on this machine."""
         timeout = timedelta(seconds=TIMEOUT_S)
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=shard.rank, world_size=shard.size, timeout=timeout)
+        self._gloo: dist.ProcessGroupGloo | None = None
+        if device.type == "cuda":
+            dist.init_process_group("nccl", store=store, rank=shard.rank, world_size=shard.size, timeout=timeout)
+        else:
+            self._gloo = dist.ProcessGroupGloo(store, shard.rank, shard.size, timeout)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, in x. Raises RuntimeError when a rank is gone."""
-        dist.all_reduce(x)
+        if self._gloo is not None:
+            self._gloo.allreduce([x]).wait()  # type: ignore[attr-defined]
+        else:
+            dist.all_reduce(x)
         return x
 
     def close(self) -> None:
-        dist.destroy_process_group()
+        if self._gloo is None:
+            dist.destroy_process_group()
+        self._gloo = None

@@ -10,6 +10,8 @@ import signal
 import socket
 import struct
 import sys
+import threading
+import time
 
 import torch
 
@@ -21,7 +23,8 @@ from shared.engine.models.registry import build_model
 from shared.engine.rotary import RotaryTables
 from shared.engine.step_input import StepInput
 from shared.engine.tensor_parallel.collectives import Collectives
-from shared.engine.tensor_parallel.rank_messages import Kind, RankChannel, RankSetup
+from shared.engine.tensor_parallel.rank_memory import RankMemory
+from shared.engine.tensor_parallel.rank_messages import ALIVE_INTERVAL_S, Kind, RankChannel, RankSetup
 from shared.engine.tensor_parallel.sharding import Shard
 from shared.engine.weights import load_weights
 from shared.errors import PagewireError
@@ -62,8 +65,15 @@ def _serve(channel: RankChannel, setup: RankSetup) -> None:
     dtype: torch.dtype = getattr(torch, setup.dtype)
     config = shard.config(source.config)
     weights = Weights(load_weights(source, dtype, device, shard=shard))
-    cache = KVCache(config, setup.num_blocks, settings.block_size, dtype, device)
+    if setup.memory_descriptor is None:
+        cache = KVCache(config, setup.num_blocks, settings.block_size, dtype, device)
+    else:
+        size_bytes = setup.num_blocks * KVCache.bytes_per_block(source.config, settings.block_size, dtype.itemsize)
+        memory = RankMemory.inherited(source.config, shard, setup.memory_descriptor, size_bytes)
+        cache = KVCache(source.config, setup.num_blocks, settings.block_size, dtype, device, ranks=memory)
     channel.send(Kind.READY)
+    if device.type == "cpu":
+        threading.Thread(target=_say_alive, args=(channel,), name="rank-alive", daemon=True).start()
     collectives = Collectives(shard, setup.store_port, device)
     model = build_model(config, weights, RotaryTables(config, setup.max_model_len, device), collectives.all_reduce)
     runner = ModelRunner(model, cache)
@@ -73,6 +83,16 @@ def _serve(channel: RankChannel, setup: RankSetup) -> None:
             runner.forward(StepInput.unpack(payload))
         elif kind is Kind.COPY_BLOCK:
             cache.copy_block(*struct.unpack("<2q", payload))
+
+
+def _say_alive(channel: RankChannel) -> None:
+    """Thread: a process that is frozen stops saying so. From here on nobody else sends."""
+    try:
+        while True:
+            channel.send(Kind.ALIVE)
+            time.sleep(ALIVE_INTERVAL_S)
+    except OSError:
+        return  # the first rank is gone, which the other thread sees too
 
 
 if __name__ == "__main__":

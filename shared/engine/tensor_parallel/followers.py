@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import select
 import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 
 import torch
@@ -16,10 +19,13 @@ import torch.distributed as dist
 from shared.config import Settings
 from shared.engine.step_input import StepInput
 from shared.engine.tensor_parallel.collectives import TIMEOUT_S, Collectives
-from shared.engine.tensor_parallel.rank_messages import Kind, RankChannel, RankSetup
+from shared.engine.tensor_parallel.rank_memory import RankMemory
+from shared.engine.tensor_parallel.rank_messages import ALIVE_INTERVAL_S, Kind, RankChannel, RankSetup
 from shared.engine.tensor_parallel.sharding import Reduce, Shard
 from shared.errors import ConfigurationError, PagewireError
 from shared.worker.process import DIE_WITH_PARENT_VARIABLE, STATUS_FD_VARIABLE
+
+logger = logging.getLogger(__name__)
 
 _LOADING_TIMEOUT_S = 600.0
 """For what other ranks take longer to load than the first one, which does the same work."""
@@ -32,10 +38,22 @@ class RankLostError(PagewireError):
 
 
 class Followers:
-    def __init__(self, settings: Settings, dtype_name: str, device: torch.device, num_blocks: int, max_model_len: int) -> None:
-        """Starts a process for each, which begins to load its part. Raises ConfigurationError when there are too few GPUs."""
+    def __init__(
+        self,
+        settings: Settings,
+        dtype_name: str,
+        device: torch.device,
+        num_blocks: int,
+        max_model_len: int,
+        memory: RankMemory | None = None,
+    ) -> None:
+        """Starts a process for each, which begins to load its part. `memory`: of the KV cache, where all share it. Raises
+        ConfigurationError when there are too few GPUs."""
         self._size = settings.tensor_parallel_size
         self._device = device
+        self._timeout_s = settings.kv_peer_timeout_s
+        self._segment = memory.segment if memory is not None else None
+        self._watcher: threading.Thread | None = None
         if device.type == "cuda" and torch.cuda.device_count() < self._size:
             raise ConfigurationError(f"tensor_parallel_size = {self._size}: there are {torch.cuda.device_count()} GPUs here")
         self._store = dist.TCPStore("127.0.0.1", 0, self._size, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
@@ -51,6 +69,7 @@ class Followers:
                 max_model_len=max_model_len,
                 dtype=dtype_name,
                 device=f"cuda:{rank}" if device.type == "cuda" else "cpu",
+                memory_descriptor=self._segment.offer.fd if self._segment is not None else None,
             )
             self._start(rank, setup)
 
@@ -60,8 +79,9 @@ class Followers:
         command = [sys.executable, "-m", "shared.engine.tensor_parallel.follower", str(theirs.fileno())]
         environ = {name: value for name, value in os.environ.items() if name != STATUS_FD_VARIABLE}
         environ[DIE_WITH_PARENT_VARIABLE] = str(os.getpid())
+        inherited = [theirs.fileno()] + ([setup.memory_descriptor] if setup.memory_descriptor is not None else [])
         with theirs:
-            self._processes[rank] = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environ)
+            self._processes[rank] = subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL, env=environ)
         self._channels[rank] = RankChannel(ours)
         self._tell(rank, Kind.SET_UP, setup.model_dump_json(exclude={"settings": {"api_keys"}}).encode())
 
@@ -76,8 +96,40 @@ class Followers:
                     raise RankLostError(f"rank {rank} of the engine has not loaded its part within {_LOADING_TIMEOUT_S:g} s")
             if channel.receive() != (Kind.READY, b""):
                 raise ConfigurationError(f"rank {rank} of the engine could not start; its reason stands above")
+        if self._segment is not None:
+            self._segment.seal()
         self._collectives = Collectives(Shard(0, self._size), self._store.port, self._device)
         return self._collectives.all_reduce
+
+    def watch(self) -> None:
+        """From now on, with all kernels prepared, a rank that is silent for kv_peer_timeout_s is taken for frozen and killed: then whoever
+        waits for it learns so at once. Not on GPUs: a sum there ends by its own deadline alone, and a kernel that is compiled when it is
+        first wanted may keep a process from speaking."""
+        if self._device.type == "cuda":
+            return
+        self._watcher = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
+        self._watcher.start()
+
+    def _watch(self) -> None:
+        looked_s = time.monotonic()
+        heard_s = dict.fromkeys(self._channels, looked_s)
+        while heard_s:
+            readable = select.select([self._channels[rank].sock for rank in heard_s], [], [], ALIVE_INTERVAL_S)[0]
+            now_s = time.monotonic()
+            if now_s - looked_s > 2 * ALIVE_INTERVAL_S:  # held up ourselves: what they said meanwhile is still to be read
+                heard_s = dict.fromkeys(heard_s, now_s)
+            looked_s = now_s
+            for rank in list(heard_s):
+                channel = self._channels[rank]
+                if channel.sock not in readable:
+                    if now_s - heard_s[rank] > self._timeout_s:
+                        logger.error("rank %d of the engine has said nothing for %g s; it is killed", rank, self._timeout_s)
+                        self._processes[rank].kill()
+                        del heard_s[rank]
+                elif not _has_spoken(channel):  # it has ended, as _check will find, or close() was called
+                    del heard_s[rank]
+                else:
+                    heard_s[rank] = now_s
 
     def step(self, step: StepInput) -> None:
         """Raises RankLostError."""
@@ -97,6 +149,11 @@ class Followers:
 
     def close(self) -> None:
         """They end when nobody speaks to them any more; after two seconds they are killed."""
+        for channel in self._channels.values():
+            with contextlib.suppress(OSError):  # closed already
+                channel.sock.shutdown(socket.SHUT_RDWR)
+        if self._watcher is not None:
+            self._watcher.join()
         for channel in self._channels.values():
             channel.sock.close()
         if self._collectives is not None:
@@ -121,3 +178,11 @@ class Followers:
         code = self._processes[rank].poll()
         if code is not None:
             raise RankLostError(f"rank {rank} of the engine ended with exit code {code}")
+
+
+def _has_spoken(channel: RankChannel) -> bool:
+    """False: the other end is gone. There is something to read."""
+    try:
+        return channel.receive() is not None
+    except OSError:
+        return False

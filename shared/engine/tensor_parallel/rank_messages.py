@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from shared.config import Settings
 
+ALIVE_INTERVAL_S = 0.25
 _HEADER = struct.Struct("<BQ")
 
 
@@ -21,7 +22,9 @@ class Kind(IntEnum):
     STEP = 3
     """StepInput: compute it."""
     COPY_BLOCK = 4
-    """Two int64: copy the first block over the second."""
+    """Two int64: copy the first block over the second. Where ranks share one KV cache the first does it alone."""
+    ALIVE = 5
+    """From another rank on a CPU, every ALIVE_INTERVAL_S."""
 
 
 class RankSetup(BaseModel):
@@ -36,6 +39,8 @@ class RankSetup(BaseModel):
     max_model_len: int
     dtype: str
     device: str
+    memory_descriptor: int | None = None
+    """Of the KV cache that all ranks share (RankMemory), inherited; None: each has its own."""
 
 
 @dataclass

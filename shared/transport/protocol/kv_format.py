@@ -15,8 +15,9 @@ class KVFormat:
     """As torch names it."""
     block_size: int
     wire_dtype: WireDtypeName = "auto"
-    num_ranks: int = 1
-    """Of a tensor-parallel engine, each of which holds some of the heads."""
+    is_whole: bool = True
+    """False: the heads of a block stand in the memories of several GPUs, out of which and into which the transfer does not go. Of how many
+    ranks an engine is, its blocks do not show: they are the same but for the last digits of a sum."""
 
     def root(self, model_fingerprint: str) -> BlockHash:
         """The parent of every first block. Blocks that may have come rounded over the wire never pass for exact ones."""
@@ -24,8 +25,8 @@ class KVFormat:
         return root_hash(model_fingerprint, dtype, self.block_size)
 
     def can_send_to(self, other: KVFormat) -> bool:
-        """What HELLO will say of two workers of one model, known beforehand (see wire_plan). Ranks of an engine do not send or take KV."""
-        if max(self.num_ranks, other.num_ranks) > 1:
+        """What HELLO will say of two workers of one model, known beforehand (see wire_plan)."""
+        if not (self.is_whole and other.is_whole):
             return False
         if self.wire_dtype != other.wire_dtype or max(self.block_size, other.block_size) % min(self.block_size, other.block_size):
             return False

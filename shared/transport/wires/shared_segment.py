@@ -2,6 +2,7 @@
 
 The memory is an unnamed file (memfd), so nothing is left behind by a crash and no limit of /dev/shm applies; pages are taken when they are
 first used. Sealed against shrinking, growing and later writers: who maps it can neither be killed by a file cut short (SIGBUS) nor write.
+Only processes of the owner's own may, which inherit the descriptor and map the memory before it is sealed (`map_inherited`).
 The reader copies out of it what it has been told is complete, and checks it; so a sender, live or dead, never writes into anybody's blocks.
 """
 
@@ -28,21 +29,35 @@ _F_ADD_SEALS = 1033
 class SharedSegment:
     """Memory of this process, zeros at first, that others may read."""
 
-    def __init__(self, size_bytes: int) -> None:
-        """Raises OSError where the system has no such memory (Linux 5.1 has)."""
+    def __init__(self, size_bytes: int, *, is_sealed: bool = True) -> None:
+        """`is_sealed` False: until `seal` is called processes that inherit `offer.fd` may map it to write, and no reader trusts it.
+        Raises OSError where the system has no such memory (Linux 5.1 has)."""
         nonce = secrets.token_bytes(_NONCE_NBYTES)
         self._fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)  # closed in __del__, also when what follows fails
         os.ftruncate(self._fd, size_bytes + _NONCE_NBYTES)
         self._map = mmap.mmap(self._fd, size_bytes + _NONCE_NBYTES, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         self._map[size_bytes:] = nonce
-        fcntl.fcntl(self._fd, _F_ADD_SEALS, _SEALS)
         self.view = memoryview(self._map)[:size_bytes]
         self.offer = SegmentOffer(pid=os.getpid(), fd=self._fd, size_bytes=size_bytes, nonce=nonce.hex())
+        if is_sealed:
+            self.seal()
+
+    def seal(self) -> None:
+        """From now on nobody else can map it to write. Raises OSError where the system cannot see to that."""
+        fcntl.fcntl(self._fd, _F_ADD_SEALS, _SEALS)
 
     def __del__(self) -> None:
         # The memory itself lives on while anything looks at it.
         with contextlib.suppress(AttributeError, OSError):
             os.close(self._fd)
+
+
+def map_inherited(descriptor: int, size_bytes: int) -> memoryview:
+    """The `size_bytes` of a segment that is not sealed yet, to read and write; the descriptor is closed. Raises OSError."""
+    try:
+        return memoryview(mmap.mmap(descriptor, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE))
+    finally:
+        os.close(descriptor)
 
 
 class SegmentReader:

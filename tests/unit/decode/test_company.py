@@ -69,11 +69,12 @@ def turn(decode: DecodeHarness) -> None:
         time.sleep(0.001)  # all that is left waits for its mask, which is computed beside the steps
 
 
-def test_no_answer_depends_on_the_others_in_the_batch(source: ModelSource) -> None:
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_no_answer_depends_on_the_others_in_the_batch(source: ModelSource, async_scheduling: bool) -> None:
     rng = random.Random(1)
     requests = {f"r{number}": random_request(rng) for number in range(NUM_REQUESTS)}
     aborted: set[str] = set()
-    with DecodeHarness(source, num_blocks=14, max_num_seqs=12) as decode:
+    with DecodeHarness(source, num_blocks=14, max_num_seqs=12, async_scheduling=async_scheduling) as decode:
         waiting = list(requests)
         while waiting or decode.worker._jobs:
             while waiting and len(decode.worker._jobs) < 8 and rng.random() < 0.7:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -23,7 +24,7 @@ from test_model_families import TOLERANCE, difference, prompt_of
 from shared.batch import SchedulerOutput
 from shared.engine.engine_core import EngineCore
 from shared.engine.step_input import StepInput
-from shared.engine.tensor_parallel import collectives, followers
+from shared.engine.tensor_parallel import followers
 from shared.engine.tensor_parallel.sharding import Shard
 from shared.errors import ConfigurationError
 from shared.model_files.model_config import ModelConfig
@@ -35,7 +36,7 @@ PROMPTS = [prompt_of(length) for length in (1, 3, 13, 30)]
 
 @contextmanager
 def engine_of(size: int, source: ModelSource, model: Path, **settings: Any) -> Iterator[EngineCore]:
-    engine = engine_for(source, model=str(model), num_blocks=200, num_threads=1, tensor_parallel_size=size, **settings)
+    engine = engine_for(source, **{"model": str(model), "num_blocks": 200, "num_threads": 1, "tensor_parallel_size": size, **settings})
     try:
         yield engine
     finally:
@@ -105,12 +106,33 @@ def test_a_block_that_is_copied_is_copied_on_every_rank(llama: tuple[ModelSource
         assert difference(fork(engine), expected) < TOLERANCE
 
 
+def test_a_block_comes_back_from_host_memory_for_every_rank(llama: tuple[ModelSource, Path]) -> None:
+    source, path = llama
+    prompts = [prompt_of(40), [5, *prompt_of(40)]]
+    names = (f"request {number}" for number in itertools.count())
+
+    def logits_after(engine: EngineCore, prompt: list[int]) -> torch.Tensor:
+        request = Request(next(names), list(prompt), arrival_s=0.0, deadline_at_s=1e9)
+        engine.scheduler.add(request)
+        give_up_s = time.monotonic() + 10
+        while request.num_computed_tokens != len(prompt):
+            output = engine.schedule()
+            if output is not None:
+                result = engine.run(output)
+            assert time.monotonic() < give_up_s, "the copy from host memory does not end"
+        engine.scheduler.remove(request.request_id)
+        return engine.runner.compute_logits(result.hidden)
+
+    alone = engine_for(source, num_blocks=200, num_threads=1)
+    expected = [logits_after(alone, prompt) for prompt in prompts]
+    with engine_of(2, source, path, num_blocks=14, kv_host_cache_gib=0.001) as engine:
+        for index in (0, 1, 0):  # the second takes the blocks of the first
+            assert difference(logits_after(engine, prompts[index]), expected[index]) < TOLERANCE
+        assert engine.manager.num_host_hit_tokens > 0
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_an_engine_whose_rank_is_gone_or_frozen_says_so_in_time(
-    llama: tuple[ModelSource, Path], number: signal.Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(collectives, "TIMEOUT_S", 3.0)
-    monkeypatch.setattr(followers, "TIMEOUT_S", 3.0)
+def test_an_engine_whose_rank_is_gone_or_frozen_says_so_in_time(llama: tuple[ModelSource, Path], number: signal.Signals) -> None:
     source, path = llama
     with engine_of(2, source, path) as engine:
         [rank] = ranks_of(engine)
@@ -121,7 +143,7 @@ def test_an_engine_whose_rank_is_gone_or_frozen_says_so_in_time(
         assert isinstance(output, SchedulerOutput)
         with pytest.raises(Exception, match=r"(?i)rank|timed out|time out|connection|closed|read error"):
             engine.run(output)
-        assert time.monotonic() - start_s < 6
+        assert time.monotonic() - start_s < 2.5
         assert engine.is_broken
     assert not rank.is_running()
 

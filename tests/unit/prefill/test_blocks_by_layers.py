@@ -5,23 +5,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from decode_harness import DecodeHarness
-from opentelemetry.trace import NoOpTracer
+from prefill_harness import answer, prefill_worker, submit
 from tiny_models import with_changes, write_tiny_hf
 
 from services.prefill.worker import PrefillWorker
-from shared.config import Settings
-from shared.ids import new_transfer_id
-from shared.messages import KVPeer, PrefillRequest, RequestFailed, WorkerMessage
+from shared.messages import RequestFailed, WorkerMessage
 from shared.model_files.model_source import ModelSource, resolve_model
 
-SETTINGS: dict[str, Any] = {"block_size": 4, "num_blocks": 64, "max_num_batched_tokens": 10, "num_threads": 1, "max_step_ms": 1e6}
 PROMPT = [(11 * i + 5) % 200 for i in range(43)]
 
 
@@ -38,40 +34,6 @@ def prefill(source: ModelSource) -> Iterator[tuple[PrefillWorker, list[WorkerMes
         yield worker_and_messages
 
 
-@contextmanager
-def prefill_worker(source: ModelSource, **settings: Any) -> Iterator[tuple[PrefillWorker, list[WorkerMessage]]]:
-    worker = PrefillWorker(source, Settings(**{**SETTINGS, **settings}), NoOpTracer())
-    sent: list[WorkerMessage] = []
-    worker.rpc.send = lambda _router, message: sent.append(message)  # type: ignore[method-assign]
-    yield worker, sent
-    worker.fail_all("the test is over")
-    worker.close_transport()
-    worker.rpc._socket.close(0)
-    worker.rpc._wake_receiver.close(0)
-    worker.rpc.close()
-
-
-def answer(decode: DecodeHarness, request_id: str, prefill: PrefillWorker | None = None, prompt: list[int] = PROMPT) -> list[int]:
-    transfer_id = new_transfer_id() if prefill is not None else None
-    decode.submit(request_id, prompt, transfer_id=transfer_id, max_tokens=12, ignore_eos=True, temperature=0.0)
-    if prefill is not None:
-        assert transfer_id is not None
-        worker, receiver = decode.worker, decode.worker.prefixes.receiver
-        peer = KVPeer(worker_id="d", ctrl_endpoint=receiver.ctrl_endpoint, incarnation=worker.incarnation, server_key=receiver.server_key)
-        prefill.accept(
-            b"router",
-            PrefillRequest(request_id=request_id, transfer_id=transfer_id, token_ids=tuple(prompt), decode=peer, deadline_s=60.0),
-        )
-    give_up_s = time.monotonic() + 30
-    while decode.worker._jobs or (prefill is not None and prefill._jobs):
-        assert time.monotonic() < give_up_s, "the request does not end"
-        if prefill is not None:
-            prefill._turn()
-        decode.turn()
-    [tokens] = decode.answers(request_id)
-    return tokens
-
-
 def test_tokens_equal_those_of_a_prompt_computed_where_it_is_decoded(
     source: ModelSource, prefill: tuple[PrefillWorker, list[WorkerMessage]]
 ) -> None:
@@ -85,16 +47,16 @@ def test_tokens_equal_those_of_a_prompt_computed_where_it_is_decoded(
 
     worker._sender.send_blocks = recorded  # type: ignore[method-assign]
     with DecodeHarness(source) as aggregated, DecodeHarness(source) as decode:
-        expected = answer(aggregated, "one")
-        assert answer(decode, "two", worker) == expected
+        expected = answer(aggregated, "one", PROMPT)
+        assert answer(decode, "two", PROMPT, worker) == expected
         assert decode.worker._counters["kv_recompute_fallbacks"] == 0
         # Ten tokens a step at most, cut to whole blocks.
         assert [blocks for blocks, _ in calls] == [blocks for blocks in ([0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10]) for _ in range(3)]
         assert {layers for _, layers in calls} == {(0, 2), (2, 2), (4, 1)}
         # The same prompt again finds its blocks cached here and there; one that shares its head sends cached blocks whole, then groups.
-        assert answer(decode, "three", worker) == expected
+        assert answer(decode, "three", PROMPT, worker) == expected
         other = PROMPT[:21] + [3] * 9
-        assert answer(decode, "four", worker, other) == answer(aggregated, "five", prompt=other)
+        assert answer(decode, "four", other, worker) == answer(aggregated, "five", other)
     assert not [message for message in sent if isinstance(message, RequestFailed)]
     assert worker.engine.manager.num_used() == 0
 
@@ -114,8 +76,8 @@ def test_a_step_that_fails_between_two_groups_gives_every_block_back(
 
     worker.engine.cache.layer = fails_once  # type: ignore[method-assign]
     with DecodeHarness(source) as aggregated, DecodeHarness(source) as decode:
-        expected = answer(aggregated, "one")
-        assert answer(decode, "two", worker) == expected, "decode computes the prompt itself"
+        expected = answer(aggregated, "one", PROMPT)
+        assert answer(decode, "two", PROMPT, worker) == expected, "decode computes the prompt itself"
         assert decode.worker._counters["kv_recompute_fallbacks"] == 1
         assert decode.num_used == 0
     assert worker.engine.manager.num_used() == 0
@@ -134,15 +96,15 @@ def test_tokens_are_the_same_whichever_side_computes_on_a_gpu(
     prompt = PROMPT * 3
     other = prompt[:37] + [3] * 40
     with DecodeHarness(model, device="cpu", **common) as aggregated:
-        expected = answer(aggregated, "one", prompt=prompt)
-        expected_other = answer(aggregated, "other", prompt=other)
+        expected = answer(aggregated, "one", prompt)
+        expected_other = answer(aggregated, "other", other)
     with (
         prefill_worker(model, device=source_device, kv_layer_groups=2, kv_checksum_device="cuda", debug=True, **common) as (worker, sent),
         DecodeHarness(model, device=target_device, kv_checksum_device="cuda", **common) as decode,
     ):
         assert (worker.engine.device.type, decode.worker.engine.device.type) == (source_device, target_device)
-        assert answer(decode, "two", worker, prompt) == expected
-        assert answer(decode, "three", worker, other) == expected_other
+        assert answer(decode, "two", prompt, worker) == expected
+        assert answer(decode, "three", other, worker) == expected_other
         assert decode.worker._counters["kv_recompute_fallbacks"] == 0
         assert not [message for message in sent if isinstance(message, RequestFailed)]
         assert worker.engine.manager.num_used() == 0
@@ -159,15 +121,7 @@ def test_blocks_that_were_handed_over_stay_the_transfers_when_another_request_ha
         handed: list[int] = []
         worker._sender.send_blocks = lambda _transfer_id, blocks, layers=None: handed.extend(block_id for _, block_id in blocks)  # type: ignore[method-assign]
         for request_id, decode in (("one", first), ("two", second)):
-            transfer_id, receiver = new_transfer_id(), decode.worker.prefixes.receiver
-            decode.submit(request_id, PROMPT, transfer_id=transfer_id)
-            peer = KVPeer(
-                worker_id="d", ctrl_endpoint=receiver.ctrl_endpoint, incarnation=decode.worker.incarnation, server_key=receiver.server_key
-            )
-            worker.accept(
-                b"router",
-                PrefillRequest(request_id=request_id, transfer_id=transfer_id, token_ids=tuple(PROMPT), decode=peer, deadline_s=60.0),
-            )
+            submit(decode, request_id, PROMPT, worker)
         give_up_s = time.monotonic() + 10
         while len(worker.engine.scheduler.waiting) < 2:
             assert time.monotonic() < give_up_s, "not granted"

@@ -12,7 +12,7 @@ import pytest
 from shared.errors import TransferError
 from shared.transport.protocol.segment_offer import SegmentOffer
 from shared.transport.wires import shared_segment
-from shared.transport.wires.shared_segment import SegmentReader, SharedSegment
+from shared.transport.wires.shared_segment import SegmentReader, SharedSegment, map_inherited
 
 
 def test_another_process_reads_what_is_written_after_it_looked() -> None:
@@ -47,6 +47,26 @@ def test_a_reader_can_neither_write_nor_find_the_file_cut_short() -> None:
             os.write(fd, b"x")
     finally:
         os.close(fd)
+
+
+def test_a_process_that_inherits_a_segment_writes_to_it_and_no_reader_trusts_it_before_it_is_sealed() -> None:
+    segment = SharedSegment(1 << 16, is_sealed=False)
+    with pytest.raises(TransferError, match="not sealed"):
+        SegmentReader(segment.offer)
+    code = (
+        "import sys; from shared.transport.wires.shared_segment import *\n"
+        "view = map_inherited(int(sys.argv[1]), 1 << 16); print('mapped', flush=True); sys.stdin.readline(); view[100:105] = b'hello'"
+    )
+    command = [sys.executable, "-c", code, str(segment.offer.fd)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=[segment.offer.fd]) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "mapped\n"
+        segment.seal()
+        child.communicate("\n")
+    assert child.returncode == 0
+    assert bytes(SegmentReader(segment.offer).read(100, 5)) == b"hello"
+    with pytest.raises(PermissionError):
+        map_inherited(os.dup(segment.offer.fd), 1 << 16)
 
 
 def test_pages_cost_memory_when_they_are_used_and_the_owner_may_go_first() -> None:
