@@ -58,20 +58,33 @@ class Linear(Protocol):
 
 @dataclass(frozen=True)
 class DenseLinear:
+    """Few rows go to a kernel of ours where it is faster, with norm, activation and residual addition inside (kernels/skinny_linear.py)."""
+
     weight: torch.Tensor  # [out_features, in_features]
     bias: torch.Tensor | None = None  # [out_features]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if x.is_cuda and can_serve(x, self.weight):
+            return skinny_linear(x, self.weight, self.bias, overlap=True)
         return F.linear(x, self.weight, self.bias)
 
     def normed(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        if x.is_cuda and isinstance(norm, RMSNorm) and can_serve(x, self.weight, norm_weight=norm.weight):
+            return skinny_linear(x, self.weight, self.bias, norm_weight=norm.weight, eps=norm.eps, overlap=True)
         return self(norm(x))
 
     def gated(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
-        return silu_and_mul(self(norm(x)))
+        if x.is_cuda and isinstance(norm, RMSNorm) and can_serve(x, self.weight, norm_weight=norm.weight, silu=True):
+            return skinny_linear(x, self.weight, self.bias, norm_weight=norm.weight, eps=norm.eps, silu=True, overlap=True)
+        normed = norm(x)
+        if x.is_cuda and can_serve(normed, self.weight, silu=True):
+            return skinny_linear(normed, self.weight, self.bias, silu=True, overlap=True)
+        return silu_and_mul(F.linear(normed, self.weight, self.bias))
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
-        if residual.is_cuda and self.bias is None:
+        if residual.is_cuda and can_serve(x, self.weight, residual=residual):
+            skinny_linear_add(residual, x, self.weight, self.bias, overlap=True)
+        elif residual.is_cuda and self.bias is None:
             residual.addmm_(x, self.weight.t())  # in the product's own kernel, before its sum is rounded
         else:
             residual += self(x)
