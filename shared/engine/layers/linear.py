@@ -16,9 +16,10 @@ import torch.nn.functional as F
 
 from kernels.cpu_linear import PackedWeight, StoredRows
 from kernels.silu_and_mul import silu_and_mul
+from kernels.skinny_linear import can_serve, skinny_linear, skinny_linear_add
 from shared.engine.layers.adjacent_rows import joined_rows
 from shared.engine.layers.fp8_linear import FP8Linear, FP8Weight
-from shared.engine.layers.norm import Norm
+from shared.engine.layers.norm import Norm, RMSNorm
 
 
 class Weights(dict[str, torch.Tensor]):
