@@ -109,7 +109,7 @@ def choose(num_rows: int, num_outputs: int, num_inputs: int, *, has_norm: bool =
     """None where F.linear, or with a norm the separate ops, are to do it. The number of rows decides about that and no more, so that it
     changes no result.
 
-    Measured on an H200 (bf16, us a product, over weights that L2 does not hold, overlapped; cuBLAS in brackets):
+    Measured on an H200 with an earlier revision (bf16, us a product, over weights that L2 does not hold, overlapped; cuBLAS in brackets):
 
     | N x K         | plan | 8 rows        | 32 rows       |
     | ------------- | ---- | ------------- | ------------- |
