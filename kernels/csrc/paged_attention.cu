@@ -47,7 +47,9 @@ static const char* attend_with(const Params& p, int blocks_per_multiprocessor, c
     }
     dim3 grid(p.num_kv_heads * p.groups_per_kv_head, p.num_seqs, p.num_partitions);
     const int shared_bytes = shared_bytes_for(needed, blocks_per_multiprocessor, per_multiprocessor[device], most[device]);
-    return launch_early(kernel, grid, dim3(NUM_THREADS), shared_bytes, stream, p);
+    // Not early: blocks that come in while the kernel before still runs crowd on the multiprocessors that it leaves free.
+    kernel<<<grid, NUM_THREADS, shared_bytes, stream>>>(p);
+    return last_error();
 }
 
 static const char* reduce_partitions(const Params& p, cudaStream_t stream) {

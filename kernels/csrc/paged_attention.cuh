@@ -268,7 +268,6 @@ struct Kernel {
         const int num_heads = min(NUM_HEADS, (kv_head + 1) * p.group_size - first_head);
         const int seq = blockIdx.y, partition = blockIdx.z;
         allow_dependent_launch();
-        wait_for_previous_kernel();
         const int seq_len = min(p.seq_lens[seq], p.max_context);
         const int window_start = p.sliding_window > 0 ? max(0, seq_len - p.sliding_window) : 0;
         const int partition_size = partition_size_of(p, seq_len);

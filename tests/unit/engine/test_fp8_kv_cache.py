@@ -132,9 +132,9 @@ def test_a_prompt_whose_prefix_is_cached_answers_as_it_did_at_first(source: Mode
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
 def test_a_small_pool_preempts_and_copied_blocks_are_the_same(source: ModelSource) -> None:
     prompts = [[i + 1] * 33 for i in range(6)]
-    roomy, _ = greedy(on_gpu(source), prompts, 16)
+    roomy, _ = greedy(on_gpu(source), prompts, 24)
     tight_engine = on_gpu(source, num_blocks=15)
-    tight, _ = greedy(tight_engine, prompts, 16)
+    tight, _ = greedy(tight_engine, prompts, 24)
     assert tight_engine.scheduler.num_preemptions > 0
     assert tight == roomy
     cache = tight_engine.cache

@@ -81,7 +81,9 @@ def test_fp8_products_are_near_those_of_the_expanded_weights(sizes: tuple[int, i
     assert (out.dtype, out.shape) == (torch.bfloat16, (num_tokens, out_features))
     values, factors = quantize_rows(x)
     same_values = (values.double() * factors) @ (fp8.values.double() * fp8.factors).t() + (0 if bias is None else bias.double())
-    torch.testing.assert_close(out.double(), same_values, rtol=0.02, atol=0.01 * float(same_values.abs().mean()))
+    # The tensor cores round their partial sums; a row's own size is what that is small against.
+    allowed = 0.02 * same_values.abs() + 0.02 * same_values.square().mean(1, keepdim=True).sqrt()
+    assert bool(((out.double() - same_values).abs() <= allowed).all())
     exact = x.double() @ (fp8.values.double() * fp8.factors).t() + (0 if bias is None else bias.double())
     assert bool(((out.double() - exact).norm(dim=1) / exact.norm(dim=1) < 0.05).all())
 
