@@ -51,8 +51,8 @@ CXX_FLAGS = (
 )  # fmt: skip
 MODULES = (
     "checked_copy", "cpu_thread_pool", "cpu_attention", "cpu_linear", "cpu_elementwise", "cpu_rotary_embedding", "cpu_decoder_layer",
-    "cpu_sampling", "cache_ops", "piece_transfer", "device_memory", "rms_norm", "rotary_embedding", "silu_and_mul", "paged_attention",
-    "flash_attention_sm90", "sampling",
+    "cpu_sampling", "cache_ops", "piece_transfer", "device_memory", "rms_norm", "rotary_embedding", "silu_and_mul", "quantize_rows",
+    "paged_attention", "flash_attention_sm90", "sampling", "skinny_linear",
 )  # fmt: skip
 """Files of this package that name, in `libraries()`, what a server may load."""
 
@@ -271,7 +271,7 @@ def launch(launcher: Callable[..., bytes | None], device: torch.device, *argumen
 
 
 # ---- ahead of time --------------------------------------------------------------------------------------------------------
-def _all_libraries() -> Iterator[Library]:
+def all_libraries() -> Iterator[Library]:
     for name in MODULES:
         yield from importlib.import_module(f"kernels.{name}").libraries()
 
@@ -279,7 +279,7 @@ def _all_libraries() -> Iterator[Library]:
 def _jobs(cuda_archs: Sequence[str], cpu_targets: Sequence[str]) -> list[tuple[Library, str]]:
     return [
         (library, arch)
-        for library in _all_libraries()
+        for library in all_libraries()
         for arch in (cuda_archs if library.is_cuda else cpu_targets)
         if library.only_arch in (None, arch)
     ]

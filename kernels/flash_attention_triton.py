@@ -11,11 +11,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
+
+from kernels.build import KernelBuildError, cache_folder
+
+with contextlib.suppress(KernelBuildError):  # without a home Triton looks for a folder of its own
+    # Read when something is compiled. One folder to keep, or to mount, for all that was.
+    os.environ.setdefault("TRITON_CACHE_DIR", str(cache_folder() / "triton"))
 
 LOG2_E = 1.4426950408889634
 UNKNOWN_SHARED_BYTES = 48 << 10

@@ -50,6 +50,14 @@ def quantize(x: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
     return (x.float() / scale).clamp(-limit, limit).to(dtype)
 
 
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """E4M3 values and an fp32 factor for each row, which makes its largest item the largest number of E4M3; see kernels.quantize_rows."""
+    limit = torch.finfo(torch.float8_e4m3fn).max
+    largest = x.float().abs().amax(1, keepdim=True) if x.shape[1] else torch.zeros(len(x), 1)
+    factors = (largest / limit).clamp_min(torch.finfo(torch.float32).tiny)  # a denormal factor would be too coarse, or zero
+    return (x.float() / factors).clamp(-limit, limit).to(torch.float8_e4m3fn), factors
+
+
 def reshape_and_cache(
     key: torch.Tensor,
     value: torch.Tensor,

@@ -25,6 +25,7 @@ RedisUrl = Annotated[str | None, typer.Option("--redis", help="Redis URL. Defaul
 KVHostCacheGiB = Annotated[
     float | None, typer.Option(help="Host memory of each worker, in GiB, for KV blocks that its cache evicts. Default: 0, none.")
 ]
+Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N. Default: auto, a GPU where there is one.")]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output: one JSON object a line.")]
 ApiKeys = Annotated[
     list[str] | None,
@@ -46,12 +47,22 @@ def up(
     tensor_parallel: Annotated[
         int | None, typer.Option(min=1, help="Processes of each worker that share each layer, on GPUs one for each. Default: 1.")
     ] = None,
+    device: Device = None,
+    gpu_memory_utilization: Annotated[
+        float | None, typer.Option(help="Part of a GPU's memory that the workers on it take together. Default: 0.9.")
+    ] = None,
     transport: Annotated[str | None, typer.Option(help="How KV travels: cuda, shm, ipc or tcp. Default: the fastest.")] = None,
     load_format: Annotated[str | None, typer.Option(help="dummy: random weights, for a directory that has none.")] = None,
     kv_wire_dtype: Annotated[str | None, typer.Option(help="How KV values travel: auto (unchanged) or fp8 (a quarter of fp32).")] = None,
     kv_host_cache_gib: KVHostCacheGiB = None,
     cpu_weights: Annotated[
         str | None, typer.Option(help="Weights on a CPU: stored (as the model file has them; the default), fp16 or fp32.")
+    ] = None,
+    quantization: Annotated[
+        str | None, typer.Option(help="fp8: matrices of the layers as E4M3, for GPUs of Hopper and later. Default: none.")
+    ] = None,
+    kv_cache_dtype: Annotated[
+        str | None, typer.Option(help="How KV stands in the cache: auto (the engine's dtype) or fp8, on a GPU. Default: auto.")
     ] = None,
     redis: RedisUrl = None,
     api_key: ApiKeys = None,
@@ -69,6 +80,8 @@ def up(
         host=host,
         port=port,
         aggregated=aggregated or None,
+        device=device,
+        gpu_memory_utilization=gpu_memory_utilization,
         api_keys=_joined(api_key),
         kv_transport=transport,
         kv_wire_dtype=kv_wire_dtype,
@@ -76,6 +89,8 @@ def up(
         load_format=load_format,
         tensor_parallel_size=tensor_parallel,
         cpu_weights=cpu_weights,
+        quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
     )
     if settings.aggregated and prefill is not None:
         raise ConfigurationError("--prefill and --aggregated exclude each other: an aggregated system has no prefill workers")
@@ -100,21 +115,21 @@ def router(
 
 
 @app.command()
-def prefill(model: Model = None, redis: RedisUrl = None, kv_host_cache_gib: KVHostCacheGiB = None) -> None:
+def prefill(model: Model = None, redis: RedisUrl = None, device: Device = None, kv_host_cache_gib: KVHostCacheGiB = None) -> None:
     """Run one prefill worker (as its container does). Further settings: PAGEWIRE_* variables, see the README."""
     from services.prefill.__main__ import run
     from shared.config import load_settings
 
-    raise typer.Exit(run(load_settings("prefill", model=model, redis_url=redis, kv_host_cache_gib=kv_host_cache_gib)))
+    raise typer.Exit(run(load_settings("prefill", model=model, redis_url=redis, device=device, kv_host_cache_gib=kv_host_cache_gib)))
 
 
 @app.command()
-def decode(model: Model = None, redis: RedisUrl = None, kv_host_cache_gib: KVHostCacheGiB = None) -> None:
+def decode(model: Model = None, redis: RedisUrl = None, device: Device = None, kv_host_cache_gib: KVHostCacheGiB = None) -> None:
     """Run one decode worker (as its container does). Further settings: PAGEWIRE_* variables, see the README."""
     from services.decode.__main__ import run
     from shared.config import load_settings
 
-    raise typer.Exit(run(load_settings("decode", model=model, redis_url=redis, kv_host_cache_gib=kv_host_cache_gib)))
+    raise typer.Exit(run(load_settings("decode", model=model, redis_url=redis, device=device, kv_host_cache_gib=kv_host_cache_gib)))
 
 
 @app.command()

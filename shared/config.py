@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
 from shared.errors import ConfigurationError
 
 Role = Literal["router", "prefill", "decode"]
+Device = Annotated[str, Field(pattern=r"^(cpu|(auto|cuda)(:\d{1,3})?)$")]
+CPU_KV_CACHE_GIB = 2.0
+"""Of a worker on a CPU that is told neither kv_cache_gib nor num_blocks."""
 
 
 class Settings(BaseModel):
@@ -26,7 +29,12 @@ class Settings(BaseModel):
     served_model_name: str | None = Field(None, description="name in the API; default: derived from the model")
     max_model_len: int | None = Field(None, ge=2, description="prompt + output tokens; default: the model's own limit")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: float32 on a CPU, bfloat16 on a GPU")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is a GPU that can run the model")
+    device: Device = Field(
+        "auto", description="auto: cuda where there is a GPU that can run the model; cuda:N, auto:N: that GPU, one of CUDA_VISIBLE_DEVICES"
+    )
+    num_gpu_workers: int = Field(
+        1, ge=1, description="worker: how many share its GPU, each with an equal part of the memory; `pagewire up` tells each"
+    )
     load_format: Literal["auto", "dummy"] = Field(
         "auto", description="dummy: random weights for a Hugging Face directory that has none, to measure speed"
     )
@@ -34,6 +42,11 @@ class Settings(BaseModel):
         "auto",
         description="weights of an engine on a CPU. stored: as the model file has them, expanded on the fly; fp16: rounded to that; fp32; "
         "auto: stored",
+    )
+    quantization: Literal["fp8"] | None = Field(
+        None,
+        description="fp8: matrices of the layers as E4M3 with a factor for each output; a bf16 engine on a GPU of Hopper or later "
+        "multiplies in FP8, others save memory alone",
     )
     tensor_parallel_size: int = Field(
         1, ge=1, le=64, description="processes of a worker, on GPUs one for each, that share each layer of the model"
@@ -55,9 +68,20 @@ class Settings(BaseModel):
     # KV cache
     block_size: int = Field(16, ge=1, description="tokens in a KV block")
     num_blocks: int | None = Field(None, ge=2, description="KV blocks of a worker; default: from kv_cache_gib")
-    kv_cache_gib: float = Field(2.0, gt=0, description="size of a worker's KV cache when num_blocks is not set")
+    kv_cache_gib: float | None = Field(
+        None,
+        gt=0,
+        description="size of a worker's KV cache when num_blocks is not set; default: 2 on a CPU, on a GPU what gpu_memory_utilization "
+        "leaves for it",
+    )
+    gpu_memory_utilization: float = Field(
+        0.9, gt=0, le=1, description="part of a GPU's memory that the workers on it take together: weights, activations, KV cache"
+    )
     kv_host_cache_gib: float = Field(
         0.0, ge=0, description="host memory of a worker for blocks that its KV cache evicts; they come back by hash. 0 = none"
+    )
+    kv_cache_dtype: Literal["auto", "fp8"] = Field(
+        "auto", description="how a KV cache holds keys and values. auto: in the engine's dtype; fp8, on a GPU: as E4M3 without a factor"
     )
     enable_prefix_caching: bool = True
 

@@ -45,7 +45,10 @@ class WorkerRecord(BaseModel):
     model_name: str
     model_fingerprint: str
     dtype: str
+    """Of its KV cache."""
     kv_wire_dtype: Literal["auto", "fp8"] = "auto"
+    device: str = ""
+    """What it computes on: cpu, or cuda:N, the first of its ranks' GPUs as its own host counts them."""
     block_size: int
     is_kv_whole: bool = True
     """See KVFormat.is_whole."""

@@ -1,6 +1,6 @@
 // mbarriers and asynchronous copies from global to shared memory: bulk copies on sm_90 and newer, cp.async before.
 #pragma once
-#include "launch.cuh"
+#include "dependent_launch.cuh"
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
@@ -80,17 +80,4 @@ __device__ __forceinline__ void copy_16_bytes(void* destination, const void* sou
 // The barrier gets this thread's arrival once its copies so far have landed.
 __device__ __forceinline__ void arrive_when_copied(uint64_t* barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-
-// Programmatic dependent launch: the next kernel's blocks may be brought in; it still waits for this one's results.
-__device__ __forceinline__ void allow_dependent_launch() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-__device__ __forceinline__ void wait_for_previous_kernel() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
 }

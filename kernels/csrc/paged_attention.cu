@@ -7,7 +7,6 @@
 using namespace paged_attention;
 using T = std::conditional_t<SCALAR == 0, __half, __nv_bfloat16>;
 
-constexpr int ARCHS[] = {__CUDA_ARCH_LIST__};  // what this library is compiled for
 constexpr int MAX_DEVICES = 64;
 
 // The dynamic shared memory that a block of `kernel` may ask for on a device.
@@ -47,24 +46,15 @@ static const char* attend_with(const Params& p, int blocks_per_multiprocessor, c
         return "this GPU has too little shared memory for this head size";
     }
     dim3 grid(p.num_kv_heads * p.groups_per_kv_head, p.num_seqs, p.num_partitions);
-    kernel<<<grid, NUM_THREADS, shared_bytes_for(needed, blocks_per_multiprocessor, per_multiprocessor[device], most[device]), stream>>>(p);
+    const int shared_bytes = shared_bytes_for(needed, blocks_per_multiprocessor, per_multiprocessor[device], most[device]);
+    // Not early: blocks that come in while the kernel before still runs crowd on the multiprocessors that it leaves free.
+    kernel<<<grid, NUM_THREADS, shared_bytes, stream>>>(p);
     return last_error();
 }
 
 static const char* reduce_partitions(const Params& p, cudaStream_t stream) {
     if (p.num_partitions > MAX_REDUCE_PARTITIONS) return "too many partitions; use a larger partition size";
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(p.num_heads, p.num_seqs);
-    config.blockDim = dim3(32 * REDUCE_WARPS);
-    config.stream = stream;
-    // The blocks come in while the partitions still run, and wait inside. Older GPUs know nothing of it.
-    cudaLaunchAttribute attribute;
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    config.attrs = &attribute;
-    config.numAttrs = ARCHS[0] >= 900 ? 1 : 0;
-    cudaError_t error = cudaLaunchKernelEx(&config, reduce<T, HEAD_SIZE>, p);
-    return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+    return launch_early(reduce<T, HEAD_SIZE>, dim3(p.num_heads, p.num_seqs), dim3(32 * REDUCE_WARPS), 0, stream, p);
 }
 
 // V1 where partial_out is null, else V2: the partitions and their reduction. groups_per_kv_head = ceil(group_size / (8 * num_groups)).

@@ -267,6 +267,7 @@ struct Kernel {
         const int first_head = kv_head * p.group_size + (blockIdx.x % p.groups_per_kv_head) * NUM_HEADS;
         const int num_heads = min(NUM_HEADS, (kv_head + 1) * p.group_size - first_head);
         const int seq = blockIdx.y, partition = blockIdx.z;
+        allow_dependent_launch();
         const int seq_len = min(p.seq_lens[seq], p.max_context);
         const int window_start = p.sliding_window > 0 ? max(0, seq_len - p.sliding_window) : 0;
         const int partition_size = partition_size_of(p, seq_len);
@@ -274,7 +275,6 @@ struct Kernel {
         const int end = min(seq_len, partition_start + partition_size);
         const int first_token = max(partition_start, window_start / STAGE_TOKENS * STAGE_TOKENS);
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-        allow_dependent_launch();
 
         if (first_token >= end) {
             // Nothing to see here: an empty sequence, or a partition outside it or before its window.
@@ -652,11 +652,12 @@ __global__ void __launch_bounds__(32 * REDUCE_WARPS) reduce(const __grid_constan
     __shared__ float warp_value[REDUCE_WARPS];
     __shared__ float partial[REDUCE_WARPS][HEAD_DIM];
     const int head = blockIdx.x, seq = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    allow_dependent_launch();
+    wait_for_previous_kernel();
     const int seq_len = min(p.seq_lens[seq], p.max_context);
     const int partition_size = partition_size_of(p, seq_len);
     const int num_partitions = min((seq_len + partition_size - 1) / partition_size, p.num_partitions);
     const int64_t first = (static_cast<int64_t>(seq) * p.num_heads + head) * p.num_partitions;
-    wait_for_previous_kernel();
 
     float largest = -INFINITY;
     for (int i = threadIdx.x; i < num_partitions; i += 32 * REDUCE_WARPS) {

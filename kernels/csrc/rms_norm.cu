@@ -4,8 +4,7 @@
 using namespace rms_norm;
 
 template <typename T, int N, int KEPT> static const char* launch(const Rows<T>& rows, int num_rows, int threads, cudaStream_t stream) {
-    norm_rows<T, N, KEPT><<<num_rows, threads, 0, stream>>>(rows);
-    return last_error();
+    return launch_early(norm_rows<T, N, KEPT>, dim3(num_rows), dim3(threads), 0, stream, rows);
 }
 
 template <typename T> static const char* launch_kept(const Rows<T>& rows, int num_rows, cudaStream_t stream) {

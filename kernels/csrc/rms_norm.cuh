@@ -1,5 +1,6 @@
 // x / sqrt(mean(x^2) + eps) * weight per row, fp32 inside, rounded once at the end (Zhang & Sennrich 2019).
 #pragma once
+#include "dependent_launch.cuh"
 #include "kv_write.cuh"
 
 namespace rms_norm {
@@ -50,6 +51,8 @@ template <typename T, int N> __device__ inline void give(const Rows<T>& rows, T*
 
 // One thread block per row. KEPT packs of N items per thread stay in registers; KEPT = 0: rows of any size, read twice.
 template <typename T, int N, int KEPT> __global__ void norm_rows(Rows<T> rows) {
+    allow_dependent_launch();
+    wait_for_previous_kernel();
     const int64_t row = blockIdx.x;
     const T* x = rows.x + row * rows.x_stride;
     T* residual = rows.residual ? rows.residual + row * rows.residual_stride : nullptr;

@@ -6,8 +6,7 @@ using namespace rotary_embedding;
 template <typename T, int KIND, int N> static const char* launch(const Tokens& tokens, const Cache& cache, cudaStream_t stream) {
     const int work = (tokens.num_heads + tokens.num_kv_heads) * (tokens.rotary_dim / 2 / N);
     const int threads = work >= 512 ? 512 : work <= 32 ? 32 : (work + 31) / 32 * 32;
-    rotate<T, KIND, N><<<tokens.num_tokens, threads, 0, stream>>>(tokens, cache);
-    return last_error();
+    return launch_early(rotate<T, KIND, N>, dim3(tokens.num_tokens), dim3(threads), 0, stream, tokens, cache);
 }
 
 template <typename T, int KIND> static const char* launch_packed(const Tokens& tokens, const Cache& cache, cudaStream_t stream) {

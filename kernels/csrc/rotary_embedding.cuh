@@ -1,5 +1,6 @@
 // Rotates query and key heads in place (Su et al. 2021, pairs (i, i + rotary_dim / 2)) and writes key and value into the cache.
 #pragma once
+#include "dependent_launch.cuh"
 #include "kv_write.cuh"
 
 namespace rotary_embedding {
@@ -20,6 +21,8 @@ struct Tokens {
 // One thread block per token. Its work, one pack of N items at a time: pairs of packs of every query and key head, then what is not
 // rotated of the key heads, then the values; the last two only where the token has a slot.
 template <typename T, int KIND, int N> __global__ void rotate(Tokens tokens, Cache cache) {
+    allow_dependent_launch();
+    wait_for_previous_kernel();
     const int64_t token = blockIdx.x;
     const int64_t position = tokens.positions[token];
     const bool is_rotated = position >= 0 && position < tokens.max_positions;  // never a read past the tables

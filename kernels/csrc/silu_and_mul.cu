@@ -6,8 +6,7 @@ using namespace silu_and_mul;
 template <typename T, int N> static const char* launch(void* out, const void* x, int64_t x_stride, int num_rows, int size, cudaStream_t stream) {
     const int parts = (size / N + THREADS - 1) / THREADS;
     if (parts > 65535) return "silu_and_mul: rows of this size are not supported";
-    gate_rows<T, N><<<dim3(num_rows, parts), THREADS, 0, stream>>>((T*)out, (const T*)x, x_stride, size);
-    return last_error();
+    return launch_early(gate_rows<T, N>, dim3(num_rows, parts), dim3(THREADS), 0, stream, (T*)out, (const T*)x, x_stride, size);
 }
 
 template <typename T> static const char* gate(void* out, const void* x, int64_t x_stride, int num_rows, int size, cudaStream_t stream) {

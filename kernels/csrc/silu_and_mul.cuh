@@ -1,5 +1,6 @@
 // silu(gate) * up for rows [gate | up], fp32 inside (Shazeer 2020).
 #pragma once
+#include "dependent_launch.cuh"
 #include "kv_write.cuh"
 
 namespace silu_and_mul {
@@ -9,6 +10,8 @@ constexpr int THREADS = 256;
 
 // Grid: rows x parts of a row; one pack of N items per thread.
 template <typename T, int N> __global__ void __launch_bounds__(THREADS) gate_rows(T* out, const T* x, int64_t x_stride, int size) {
+    allow_dependent_launch();
+    wait_for_previous_kernel();
     const int64_t row = blockIdx.x;
     const int i = (blockIdx.y * THREADS + threadIdx.x) * N;
     if (i >= size) return;

@@ -1,4 +1,4 @@
-// Hopper's warpgroup matrix products (wgmma) and tensor copies (TMA), as FlashAttention needs them. sm_90a only.
+// Hopper's warpgroup matrix products (wgmma) and tensor copies (TMA), as FlashAttention and products of few rows need them. sm_90a only.
 #pragma once
 #include <cuda.h>
 #include "async_copy.cuh"
@@ -61,16 +61,33 @@ __device__ __forceinline__ void keep_in_registers(float (&values)[N]) {
             : ACC32(d, 0)                                                                                                        \
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                               \
     }
+// d[64 x N] += A[64 x 16] B[N x 16]^T, both in shared memory, both K-major: N is a thread's items x 2.
+#define DEFINE_FEW(NAME, TYPE, ITEMS, N, REGISTERS, ACCUMULATORS, A, B)                                                        \
+    __device__ __forceinline__ void NAME(float (&d)[ITEMS], uint64_t a, uint64_t b) {                                         \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n" N "k16.f32." TYPE "." TYPE " {" REGISTERS "}, " A ", " B ", 1, 1, 1, 0, 0;\n" \
+                     : ACCUMULATORS                                                                                           \
+                     : "l"(a), "l"(b));                                                                                       \
+    }
+#define ACC4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define ACC16(d, i) ACC8(d, i), ACC8(d, i + 8)
+#define REGS4 "%0, %1, %2, %3"
+#define REGS8 REGS4 ", %4, %5, %6, %7"
+#define REGS16 REGS8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define DEFINE_PRODUCTS(NAME, TYPE)                                                                 \
+    static DEFINE_FEW(NAME, TYPE, 4, "8", REGS4, ACC4(d, 0), "%4", "%5")                            \
+    static DEFINE_FEW(NAME, TYPE, 8, "16", REGS8, ACC8(d, 0), "%8", "%9")                           \
+    static DEFINE_FEW(NAME, TYPE, 16, "32", REGS16, ACC16(d, 0), "%16", "%17")                      \
+    static DEFINE_FEW(NAME, TYPE, 32, "64", REGS32, ACC32(d, 0), "%32", "%33")
 
 template <typename T>
 struct Wgmma;
 template <>
 struct Wgmma<__half> {
-    static DEFINE_SS(scores, "f16") static DEFINE_RS128(values, "f16") static DEFINE_RS64(values, "f16")
+    static DEFINE_SS(scores, "f16") static DEFINE_RS128(values, "f16") static DEFINE_RS64(values, "f16") DEFINE_PRODUCTS(products, "f16")
 };
 template <>
 struct Wgmma<__nv_bfloat16> {
-    static DEFINE_SS(scores, "bf16") static DEFINE_RS128(values, "bf16") static DEFINE_RS64(values, "bf16")
+    static DEFINE_SS(scores, "bf16") static DEFINE_RS128(values, "bf16") static DEFINE_RS64(values, "bf16") DEFINE_PRODUCTS(products, "bf16")
 };
 
 // A box of a rank-4 tensor to shared memory; what lies outside the tensor arrives as zeros.
@@ -81,6 +98,25 @@ __device__ __forceinline__ void tensor_copy(void* destination, const CUtensorMap
         "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
         : "memory");
 }
+
+// The same of a rank-2 tensor, with an L2 policy or without.
+__device__ __forceinline__ void tensor_copy(void* destination, const CUtensorMap* map, int c0, int c1, uint64_t* barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+            shared_address(destination)),
+        "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1)
+        : "memory");
+}
+__device__ __forceinline__ void tensor_copy(void* destination, const CUtensorMap* map, int c0, int c1, uint64_t* barrier, uint64_t policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(
+            shared_address(destination)),
+        "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "l"(policy)
+        : "memory");
+}
+
+// The description itself, so that the first copy need not wait for it.
+__device__ __forceinline__ void prefetch_description(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
 template <int REGISTERS>
 __device__ __forceinline__ void release_registers() {

@@ -31,6 +31,7 @@ from shared.batch import SchedulerOutput
 from shared.cache.kv_cache_manager import Reservation
 from shared.config import Settings
 from shared.engine.engine_core import StepResult
+from shared.engine.kv_cache import hidden_state_dtype
 from shared.engine.overlapped_decode import DecodedStep
 from shared.engine.sampler import SampledToken, SamplingRow, sample
 from shared.engine.structured_output import MASK_GRACE_S, Grammars, wait_until_ready
@@ -260,7 +261,7 @@ class DecodeWorker(WorkerLoop):
         job = self._jobs.get(self._by_transfer.pop(transfer_id, ""))
         if job is None:
             return
-        dtype: torch.dtype = getattr(torch, info.src_dtype.name.lower())
+        dtype = hidden_state_dtype(info.src_dtype)
         if len(hidden_state) != self._hidden_size * dtype.itemsize:
             self._recover(job, f"hidden state of {len(hidden_state)} bytes, expected {self._hidden_size} of {dtype}")
             return

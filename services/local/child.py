@@ -27,7 +27,7 @@ def _die_with_parent() -> None:
 
 
 class Child:
-    """`fraction` is the model-loading progress it reports; `failure` its own words when it cannot start."""
+    """What it reports: `fraction`, how much of the model is loaded; `device`, where it then computes; `failure`, why it cannot start."""
 
     def __init__(self, name: str, command: list[str], environ: Mapping[str, str], reports_status: bool = True) -> None:
         self.name = name
@@ -40,6 +40,7 @@ class Child:
         self._delay_s = MIN_RESTART_DELAY_S
         self.fraction = 0.0
         self.is_ready = False
+        self.device: str | None = None
         self.failure: str | None = None
 
     @property
@@ -78,7 +79,7 @@ class Child:
                     with contextlib.suppress(ValueError):
                         self.fraction = float(rest)
                 elif word == "ready":
-                    self.fraction, self.is_ready = 1.0, True
+                    self.fraction, self.is_ready, self.device = 1.0, True, rest or None
                 elif word == "failed":
                     self.failure = rest
 

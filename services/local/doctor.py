@@ -15,11 +15,13 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
+from services.local.placement import WorkerGroup, place_workers
 from services.local.ports import check_port
 from services.local.redis_server import check_reachable, find_server_binary
 from shared.available_memory import available_memory_bytes
 from shared.errors import ConfigurationError
 from shared.model_files.model_source import resolve_model
+from shared.nvidia_driver import count_gpus
 
 MIN_PYTHON = (3, 11)
 MIN_TORCH = (2, 11)
@@ -79,8 +81,13 @@ def _gpu() -> Check:
     import torch
 
     if not torch.cuda.is_available():
+        if num_gpus := count_gpus():
+            return Check("gpu", "warn", f"{num_gpus} that this torch cannot use: engines run on the CPU", "install torch's CUDA build")
         return Check("gpu", "ok", "none: the engines run on the CPU")
-    return Check("gpu", "ok", ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())))
+    num_gpus = torch.cuda.device_count()
+    names = [f"cuda:{i} {torch.cuda.get_device_name(i)}, {torch.cuda.mem_get_info(i)[0] >> 30} GiB free" for i in range(num_gpus)]
+    prefill, decode = place_workers(WorkerGroup(1, "cuda"), WorkerGroup(1, "cuda"), num_gpus)
+    return Check("gpu", "ok", "; ".join(names), f"`pagewire up` puts prefill on {prefill[0].device} and decode on {decode[0].device}")
 
 
 def _compilers() -> Check:

@@ -7,8 +7,6 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import redis
-
 from shared.errors import ConfigurationError
 
 SYSTEM_SERVERS = ("redis-server", "valkey-server")
@@ -52,6 +50,8 @@ def server_command(port: int) -> list[str]:
 
 def check_reachable(url: str, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
     """ConfigurationError if no Redis answers at `url`."""
+    import redis  # a fifth of a second of a start that with a Redis of its own has no need of it
+
     try:
         client = redis.Redis.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
         client.ping()

@@ -18,14 +18,15 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from services.local.child import Child
+from services.local.placement import Place, WorkerGroup, place_workers
 from services.local.ports import check_port, free_port
 from services.local.redis_server import check_reachable, server_command
 from shared.available_cpus import available_cpus
 from shared.available_memory import available_memory_bytes
-from shared.config import Role, Settings, load_settings
+from shared.config import CPU_KV_CACHE_GIB, Role, Settings, load_settings
 from shared.errors import ConfigurationError
 from shared.model_files.model_source import ModelSource, resolve_model
-from shared.nvidia_driver import may_use_gpu
+from shared.nvidia_driver import count_gpus, may_use_gpu
 from shared.worker.process import on_termination
 
 _API_KEYS = "PAGEWIRE_API_KEYS"
@@ -86,7 +87,7 @@ class Stack:
         """A router refuses workers whose blocks are not what it expects, and would wait for others for ever."""
         roles: tuple[Role, ...] = ("router", "prefill", "decode")
         per_role = [load_settings(role) for role in roles]
-        for name in ("block_size", "dtype"):
+        for name in ("block_size", "dtype", "quantization"):
             values = [getattr(settings, name) for settings in per_role]
             if len(set(values)) > 1:
                 found = ", ".join(f"{role} {value}" for role, value in zip(roles, values, strict=True))
@@ -128,9 +129,11 @@ class Stack:
                 continue  # its weights and blocks take the GPU's memory, which it looks at itself
             itemsize = 2 if settings.dtype in ("bfloat16", "float16") else 4
             num_ranks, block_nbytes = settings.tensor_parallel_size, source.config.kv_bytes_per_token(itemsize) * settings.block_size
-            kv_nbytes = settings.num_blocks * block_nbytes if settings.num_blocks else num_ranks * int(settings.kv_cache_gib * (1 << 30))
+            kv_cache_gib = settings.kv_cache_gib or CPU_KV_CACHE_GIB
+            kv_nbytes = settings.num_blocks * block_nbytes if settings.num_blocks else num_ranks * int(kv_cache_gib * (1 << 30))
             is_stored = num_ranks == 1 and itemsize == 4 and settings.cpu_weights in ("auto", "stored") and source.format != "dummy"
-            weights_nbytes = source.num_stored_bytes if is_stored else source.num_parameters * itemsize
+            is_stored = is_stored and settings.quantization is None
+            weights_nbytes = source.num_stored_bytes if is_stored else source.num_weight_bytes(itemsize, settings.quantization)
             needed += count * (weights_nbytes + kv_nbytes)
         if needed > available:
             raise ConfigurationError(
@@ -141,8 +144,10 @@ class Stack:
 
     def _environ(self) -> dict[str, str]:
         """For every service, with what was settled here; a setting of one role still comes first, where it may."""
-        names = ("model", "kv_transport", "load_format", "kv_wire_dtype", "kv_host_cache_gib", "cpu_weights", "tensor_parallel_size")
-        return {**os.environ, **{f"PAGEWIRE_{name.upper()}": str(getattr(self._settings, name)) for name in names}}
+        names = ("model", "device", "gpu_memory_utilization", "kv_transport", "load_format", "kv_wire_dtype", "kv_cache_dtype",
+                 "kv_host_cache_gib", "cpu_weights", "quantization", "tensor_parallel_size")  # fmt: skip
+        values = {name: getattr(self._settings, name) for name in names}
+        return {**os.environ, **{f"PAGEWIRE_{name.upper()}": "" if value is None else str(value) for name, value in values.items()}}
 
     def _start(self, redis_url: str | None) -> None:
         plan, settings = self._plan, self._settings
@@ -154,13 +159,13 @@ class Stack:
         # A Redis of the user's may serve other stacks too: their workers must not be taken for ours.
         suffix = "" if self._redis is not None else f"@{socket.gethostname()}:{settings.port}"
         # Workers before the router: they take longest.
-        counts: dict[Literal["prefill", "decode"], int] = {"prefill": plan.num_prefill, "decode": plan.num_decode}
-        for role, count in counts.items():
-            num_ranks = count * self._of_role(role).tensor_parallel_size
+        for role, places in self._places().items():
+            num_ranks = len(places) * self._of_role(role).tensor_parallel_size
             num_threads = settings.num_threads or max(1, available_cpus() // max(1, num_ranks))
-            for index in range(count):
+            for index, place in enumerate(places):
                 name = f"{role}-{index}"
                 extra = {"PAGEWIRE_WORKER_ID": name + suffix, "PAGEWIRE_NUM_THREADS": str(num_threads)}
+                extra |= {"PAGEWIRE_DEVICE": place.device, "PAGEWIRE_NUM_GPU_WORKERS": str(place.num_gpu_workers)}
                 extra |= _kv_ports(role, index, plan.num_decode)
                 self._add(role, name, redis_url, extra)
         extra = {"PAGEWIRE_HOST": settings.host, "PAGEWIRE_PORT": str(settings.port), "PAGEWIRE_AGGREGATED": str(settings.aggregated)}
@@ -168,12 +173,21 @@ class Stack:
             extra[_API_KEYS] = settings.api_keys.get_secret_value()
         self._add("router", "router", redis_url, extra)
 
+    def _places(self) -> dict[Literal["prefill", "decode"], list[Place]]:
+        plan = self._plan
+        of_prefill, of_decode = self._of_role("prefill"), self._of_role("decode")
+        prefill = WorkerGroup(plan.num_prefill, of_prefill.device, of_prefill.tensor_parallel_size)
+        decode = WorkerGroup(plan.num_decode, of_decode.device, of_decode.tensor_parallel_size)
+        num_gpus = count_gpus() if any(may_use_gpu(group.device) for group in (prefill, decode)) else 0
+        prefill_places, decode_places = place_workers(prefill, decode, num_gpus)
+        return {"prefill": prefill_places, "decode": decode_places}
+
     def _add(self, role: str, name: str, redis_url: str, extra: dict[str, str]) -> None:
         # The terminal is for the user: what services log as information is shown on request (PAGEWIRE_LOG_LEVEL=info).
         environ = {"PAGEWIRE_LOG_LEVEL": "warning", **_without_keys(self._environ()), **extra}
         environ |= {"REDIS_URL": redis_url, "PAGEWIRE_REDIS_URL": redis_url}
         # What was settled here must not be settled otherwise for one role.
-        for setting in ("MODEL", "REDIS_URL", "HOST", "PORT", "WORKER_ID", "AGGREGATED"):
+        for setting in ("MODEL", "REDIS_URL", "HOST", "PORT", "WORKER_ID", "AGGREGATED", "DEVICE", "NUM_GPU_WORKERS"):
             environ.pop(f"PAGEWIRE_{role.upper()}_{setting}", None)
         child = Child(name, [sys.executable, "-m", f"services.{role}"], environ)
         child.start()
@@ -204,11 +218,14 @@ class Stack:
         body = json.dumps({"model": self._model_name, "prompt": "1, 2, 3, 4, 5,", "max_tokens": 24, "temperature": 0})
         if self._plan.is_json:
             pids = {child.name: child.pid for child in [*self._services, *([self._redis] if self._redis else [])]}
-            self._emit({"event": "ready", "url": url, "model": self._model_name, "pids": pids})
+            devices = {child.name: child.device for child in self._services if child.device is not None}
+            self._emit({"event": "ready", "url": url, "model": self._model_name, "pids": pids, "devices": devices})
             return
         needs_key = self._settings.api_keys is not None or self._settings.api_keys_file is not None
         key = ' -H "Authorization: Bearer $PAGEWIRE_API_KEY"' if needs_key else ""
         self._console.print(f"[bold green]ready[/]  {url}  {self._model_name}", markup=True)
+        placed = ", ".join(f"{child.name} {child.device}" for child in self._services if child.device is not None)
+        self._console.print(f"on:    {placed}", markup=False)
         self._console.print(f"try:   curl -s {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'", markup=False)
         self._console.print("stop:  Ctrl-C", markup=False)
 

@@ -21,6 +21,7 @@ from shared.batch import ScheduledRequest, SchedulerOutput
 from shared.config import Settings
 from shared.engine.device import select_device
 from shared.engine.engine_core import StepResult
+from shared.engine.kv_cache import hidden_state_dtype
 from shared.engine.layer_groups import OnLayers
 from shared.engine.tensor_parallel.sharding import Shard
 from shared.engine.worker_loop import WorkerLoop, deadline_at, milliseconds
@@ -54,6 +55,7 @@ class PrefillWorker(WorkerLoop):
         self._lock = threading.Lock()
         self._num_prompt_tokens_computed = 0
         self._sender = self.prefixes.sender
+        self._hidden_dtype = hidden_state_dtype(self.layout.dtype)
 
     def sender_events(self) -> SenderEvents:
         return self
@@ -205,7 +207,9 @@ class PrefillWorker(WorkerLoop):
             self._note_chunk(job, row, result)
             if row.completes:
                 job.computed_ns = result.end_ns
-                self._sender.commit(job.transfer_id, hidden_state_bytes(next(hidden_rows)), row.request.num_cached_tokens or 0)
+                self._sender.commit(
+                    job.transfer_id, hidden_state_bytes(next(hidden_rows), self._hidden_dtype), row.request.num_cached_tokens or 0
+                )
                 self.engine.scheduler.remove(row.request.request_id, free_blocks=False)
                 row.request.status = RequestStatus.SENDING
 
@@ -292,6 +296,6 @@ class PrefillWorker(WorkerLoop):
         return {"prompt_tokens_computed": self._num_prompt_tokens_computed}
 
 
-def hidden_state_bytes(hidden: torch.Tensor) -> bytes:
-    """[hidden_size] of any dtype as raw bytes; by way of uint8, since numpy has no bf16."""
-    return hidden.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+def hidden_state_bytes(hidden: torch.Tensor, dtype: torch.dtype) -> bytes:
+    """[hidden_size] as raw bytes of `dtype`; by way of uint8, since numpy has no bf16."""
+    return hidden.to("cpu", dtype).contiguous().view(torch.uint8).numpy().tobytes()

@@ -43,7 +43,8 @@ _BACKLOG = 2048
 
 def load_model(settings: Settings) -> ServedModel:
     """Everything but the weights. Raises ModelLoadError."""
-    source = resolve_model(settings.model, settings.load_format, settings.max_model_len).with_cpu_weights(settings.cpu_weights)
+    source = resolve_model(settings.model, settings.load_format, settings.max_model_len)
+    source = source.with_cpu_weights(settings.cpu_weights).with_quantization(settings.quantization)
     tokenizer = source.load_tokenizer()
     return ServedModel(
         name=settings.served_model_name or source.name,

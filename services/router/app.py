@@ -221,7 +221,13 @@ def _add_status_routes(app: FastAPI, parts: RouterParts) -> None:
             "redis": "ok" if directory.redis_ok else "unreachable",
             "prefix_index": "ok" if parts.index.healthy else "degraded",
             "workers": [
-                {"worker_id": worker.record.worker_id, "role": worker.record.role, "connected": worker.client.is_connected}
+                {
+                    "worker_id": worker.record.worker_id,
+                    "role": worker.record.role,
+                    "device": worker.record.device,
+                    "num_blocks": worker.record.num_blocks,
+                    "connected": worker.client.is_connected,
+                }
                 for worker in directory.workers
             ],
         }

@@ -274,15 +274,14 @@ class KVCacheManager:
         A request that is not ready publishes later: its blocks hang on some that may not come. So does one whose block would be exchanged
         for one that is still being filled from host memory: it has the bytes, and that one has not.
         """
-        if not self._enable_prefix_caching:
+        num_full = request.num_computed_tokens // self.block_size
+        # Asked for every token of every request; one thread publishes for a request, so what it published needs no lock.
+        if not self._enable_prefix_caching or num_full <= self._num_published[request.request_id]:
             return
         with self.lock:
             if not self.is_ready(request.request_id):
                 return
-            num_full = request.num_computed_tokens // self.block_size
             first = self._num_published[request.request_id]
-            if num_full <= first:
-                return
             request.update_block_hashes(self.root, self.block_size)
             blocks = self._blocks[request.request_id]
             for index in range(first, num_full):

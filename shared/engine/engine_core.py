@@ -11,7 +11,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kernels import cpu_attention, cpu_decoder_layer, cpu_elementwise, cpu_rotary_embedding, cpu_sampling, gpu_attention, sampling
+from kernels import (
+    cpu_attention,
+    cpu_decoder_layer,
+    cpu_elementwise,
+    cpu_rotary_embedding,
+    cpu_sampling,
+    engine_libraries,
+    gpu_attention,
+    sampling,
+)
 from kernels.checked_copy import compiled_copies
 from shared.available_cpus import available_cpus
 from shared.batch import ScheduledRequest, SchedulerOutput
@@ -20,13 +29,13 @@ from shared.cache.block_pool import BlockPool
 from shared.cache.host_tier import HostTier
 from shared.cache.kv_cache_manager import KVCacheManager, cdiv
 from shared.cache.prefix_index import Tier
-from shared.config import Settings
+from shared.config import CPU_KV_CACHE_GIB, Settings
 from shared.engine.decode_batch import UNKNOWN, BlockTableRows
-from shared.engine.device import default_dtype, select_device
+from shared.engine.device import default_dtype, select_device, select_kv_dtype
 from shared.engine.host_block_store import new_host_block_store
-from shared.engine.kv_cache import KVCache
+from shared.engine.kv_cache import KVCache, kv_dtype_name
 from shared.engine.layer_groups import OnLayers, num_groups
-from shared.engine.layers.linear import Weights
+from shared.engine.memory_profile import PROFILE_NUM_BLOCKS, profile_memory
 from shared.engine.model_runner import ModelRunner
 from shared.engine.models.causal_lm import CausalLM
 from shared.engine.models.registry import build_model
@@ -46,6 +55,7 @@ from shared.model_files.model_source import ModelSource
 from shared.model_files.weight_reader import PendingWeights
 from shared.request import Request
 from shared.scheduler import Scheduler, SchedulerLimits
+from shared.startup_phase import startup_phase
 from shared.transport.protocol.kv_format import KVFormat
 
 logger = logging.getLogger(__name__)
@@ -97,17 +107,19 @@ class EngineCore:
         self.device = select_device(settings, self._rank_config)
         self.dtype = default_dtype(self.device) if settings.dtype == "auto" else getattr(torch, settings.dtype)
         self.dtype_name = str(self.dtype).removeprefix("torch.")
+        self.kv_dtype = select_kv_dtype(settings, self.dtype, self.device)
         torch.set_num_threads(settings.num_threads or max(1, available_cpus() // settings.tensor_parallel_size))
-        num_blocks = self._num_blocks()
-        self.max_model_len = min(
-            self.config.max_model_len, settings.max_model_len or self.config.max_model_len, num_blocks * settings.block_size
-        )
+        num_blocks = self._asked_num_blocks()
+        self.max_model_len = min(self.config.max_model_len, settings.max_model_len or self.config.max_model_len)
+        if num_blocks is not None:
+            self.max_model_len = min(self.max_model_len, num_blocks * settings.block_size)
         self._followers: Followers | None = None
         self._rank_memory: RankMemory | None = None
         if self.shard is not None:
-            if self.device.type == "cpu":
-                self._rank_memory = RankMemory.new(self.config, self.shard, num_blocks * self._block_nbytes)
-            self._followers = Followers(settings, self.dtype_name, self.device, num_blocks, self.max_model_len, self._rank_memory)
+            first_num_blocks = PROFILE_NUM_BLOCKS if num_blocks is None else num_blocks
+            if self.is_kv_whole:
+                self._rank_memory = RankMemory.new(self.config, self.shard, first_num_blocks * self._block_nbytes)
+            self._followers = Followers(settings, self.dtype_name, self.device, first_num_blocks, self.max_model_len, self._rank_memory)
         self.is_broken = False
         """A rank may have stopped in the middle of a step: no other can be computed."""
         try:
@@ -120,7 +132,7 @@ class EngineCore:
     def _set_up(
         self,
         source: ModelSource,
-        num_blocks: int,
+        num_blocks: int | None,
         on_cached: Callable[[Iterable[BlockHash], Tier], None],
         on_evicted: Callable[[Iterable[BlockHash]], None],
         progress: Callable[[float], None] | None,
@@ -137,18 +149,27 @@ class EngineCore:
                 builder.submit(cpu_sampling.prepare)
                 builder.submit(cpu_elementwise.prepare)
                 builder.submit(cpu_decoder_layer.prepare)
-            storage = cpu_storage(settings, self.dtype, self.device)
-            if storage is None:
-                weights = Weights(load_weights(source, self.dtype, self.device, progress, pending, self.shard))
             else:
-                weights = load_for_cpu(source, storage, progress, pending)
-        self._check_room(num_blocks)
+                builder.submit(engine_libraries.prepare, self.config.head_dim, self.dtype, self.kv_dtype)
+            storage = cpu_storage(settings, self.dtype, self.device)
+            with startup_phase("the weights"):
+                if storage is None:
+                    weights = load_weights(source, self.dtype, self.device, progress, pending, self.shard, settings.quantization)
+                else:
+                    weights = load_for_cpu(source, storage, progress, pending)
+        if num_blocks is not None:
+            self._check_room(num_blocks)
         reduce = self._followers.join() if self._followers is not None else None
-        model = build_model(self._rank_config, weights, RotaryTables(self.config, self.max_model_len, self.device), reduce)
-        self.cache = KVCache(
-            self._cache_config, num_blocks, settings.block_size, self.dtype, self.device, is_cache_shared, self._rank_memory
-        )
-        self.root = KVFormat(self.dtype_name, settings.block_size, settings.kv_wire_dtype).root(source.fingerprint)
+        with startup_phase("the model"):
+            model = build_model(self._rank_config, weights, RotaryTables(self.config, self.max_model_len, self.device), reduce)
+        if num_blocks is None:
+            with startup_phase("the memory profile"):
+                num_blocks = self._profiled_num_blocks(model)
+        with startup_phase("the KV cache"):
+            self.cache = KVCache(
+                self._cache_config, num_blocks, settings.block_size, self.kv_dtype, self.device, is_cache_shared, self._rank_memory
+            )
+        self.root = KVFormat(self.kv_dtype_name, settings.block_size, settings.kv_wire_dtype).root(source.fingerprint)
         host_tier = self._new_host_tier()
         pool = BlockPool(num_blocks, lambda h, tier: on_cached([h], tier), lambda h: on_evicted([h]), host_tier)
         self.manager = KVCacheManager(
@@ -181,9 +202,12 @@ class EngineCore:
         if is_overlapped and self.shard is None:
             self.overlapped = OverlappedDecode(self.manager, self.scheduler, self.runner, self._tables, self.max_model_len)
         self.num_steps = 0
-        self._warm_up()
+        with startup_phase("the first steps"):
+            self._warm_up()
         if self._followers is not None:
             self._followers.watch()
+        if self.device.type == "cuda":
+            logger.info("with all prepared %d MiB of the GPU are free", (available_bytes(self.device) or 0) >> 20)
 
     @property
     def is_kv_whole(self) -> bool:
@@ -202,20 +226,41 @@ class EngineCore:
             return None
         return StepGraphs(model, self.cache, self.settings.max_num_seqs, self.max_model_len)
 
-    def _num_blocks(self) -> int:
-        """kv_cache_gib is of each rank."""
+    def _asked_num_blocks(self) -> int | None:
+        """None: as many as the GPU has room for. kv_cache_gib is of each rank."""
         settings = self.settings
-        block_nbytes = KVCache.bytes_per_block(self._rank_config, settings.block_size, self.dtype.itemsize)
-        num_blocks = settings.num_blocks or int(settings.kv_cache_gib * (1 << 30)) // block_nbytes
+        if settings.num_blocks is not None:
+            return settings.num_blocks
+        if settings.kv_cache_gib is None and self.device.type == "cuda":
+            return None
+        block_nbytes = KVCache.bytes_per_block(self._rank_config, settings.block_size, self.kv_dtype.itemsize)
+        gib = settings.kv_cache_gib or CPU_KV_CACHE_GIB
+        num_blocks = int(gib * (1 << 30)) // block_nbytes
         if num_blocks < 2:
-            raise ConfigurationError(
-                f"kv_cache_gib = {settings.kv_cache_gib} holds {num_blocks} blocks of {block_nbytes >> 10} KiB; 2 are the least"
-            )
+            raise ConfigurationError(f"kv_cache_gib = {gib} holds {num_blocks} blocks of {block_nbytes >> 10} KiB; 2 are the least")
+        return num_blocks
+
+    def _profiled_num_blocks(self, model: CausalLM) -> int:
+        """Ends with a model whose longest sequence fits into them."""
+        settings = self.settings
+        cache = KVCache(self._rank_config, PROFILE_NUM_BLOCKS, settings.block_size, self.kv_dtype, self.device)
+        before_step = self._followers.step if self._followers is not None else lambda _step: None
+        profile = profile_memory(model, settings, self.max_model_len, cache, before_step)
+        num_blocks = profile.num_blocks(self._block_nbytes, settings.gpu_memory_utilization, settings.num_gpu_workers)
+        if self._followers is not None:
+            self._followers.new_cache(num_blocks)
+        self.max_model_len = min(self.max_model_len, num_blocks * settings.block_size)
+        logger.info("%d KV blocks of %d KiB by %s", num_blocks, self._block_nbytes >> 10, profile)
         return num_blocks
 
     @property
+    def kv_dtype_name(self) -> str:
+        """As KVFormat names it."""
+        return kv_dtype_name(self.kv_dtype)
+
+    @property
     def _block_nbytes(self) -> int:
-        return KVCache.bytes_per_block(self._cache_config, self.settings.block_size, self.dtype.itemsize)
+        return KVCache.bytes_per_block(self._cache_config, self.settings.block_size, self.kv_dtype.itemsize)
 
     def _check_room(self, num_blocks: int) -> None:
         available, needed = available_bytes(self.device), num_blocks * self._block_nbytes
@@ -264,7 +309,8 @@ class EngineCore:
         sizes = GPU_WARM_UP_TOKENS if self.device.type == "cuda" else WARM_UP_TOKENS
         small, large = max(1, min(sizes[0], longest - 1)), min(sizes[1], longest)
         if self.device.type == "cuda":
-            self._prepare_gpu_kernels()
+            with startup_phase("kernels and graphs"):
+                self._prepare_gpu_kernels()
         self._time_step(large)
         timings = [(num_tokens, min(self._time_step(num_tokens) for _ in range(2))) for num_tokens in (small, large)]
         self.manager.num_queried_tokens = self.manager.num_hit_tokens = 0

@@ -19,7 +19,7 @@ from shared.engine.tensor_parallel.rank_memory import RankMemory
 from shared.model_files.model_config import ModelConfig
 from shared.transport.connector import BlockMemory
 from shared.transport.host_blocks import HostBlocks
-from shared.transport.protocol.frames import MAX_NOTICE_BYTES
+from shared.transport.protocol.frames import MAX_NOTICE_BYTES, KVDtype
 from shared.transport.protocol.kv_layout import KVLayout
 from shared.transport.wires.shared_segment import SharedSegment
 
@@ -95,9 +95,28 @@ class KVCache:
         return config.kv_bytes_per_token(itemsize) * block_size
 
 
+_KV_DTYPES = {
+    torch.float32: KVDtype.FLOAT32,
+    torch.float16: KVDtype.FLOAT16,
+    torch.bfloat16: KVDtype.BFLOAT16,
+    torch.float8_e4m3fn: KVDtype.FLOAT8_E4M3,
+}
+
+
+def hidden_state_dtype(kv_dtype: KVDtype) -> torch.dtype:
+    """In which the last hidden state of a prompt travels with KV of `kv_dtype`: the engine's, and fp32 where KV in FP8 does not tell it."""
+    return next((dtype for dtype, code in _KV_DTYPES.items() if code is kv_dtype and code.itemsize > 1), torch.float32)
+
+
+def kv_dtype_name(dtype: torch.dtype) -> str:
+    """What the KV transfer calls it."""
+    return _KV_DTYPES[dtype].name.lower()
+
+
 def _sums_on_gpu(settings: Settings) -> bool:
     """Two processes that compute on one GPU take turns: then each checksum makes the other wait."""
-    return settings.kv_checksum_device == "cuda" or (settings.kv_checksum_device == "auto" and torch.cuda.device_count() > 1)
+    is_own = settings.num_gpu_workers == 1 and torch.cuda.device_count() > 1
+    return settings.kv_checksum_device == "cuda" or (settings.kv_checksum_device == "auto" and is_own)
 
 
 def _new_segment(size_bytes: int) -> SharedSegment | None:

@@ -79,6 +79,7 @@ class OverlappedDecode:
                 sources.append(source)
         if not scheduled or scheduler.waiting or len(scheduler.running) != num_alive:
             return None
+        self._manager.begin_step()
         for after in scheduled:
             if after.start % self._manager.block_size == 0 and not self._manager.grow(after.request, num_ahead=1):
                 return None
@@ -121,7 +122,7 @@ class OverlappedDecode:
         self._manager.step_launched()
         self._num_running += 1
         hidden = self._runner.decode(batch, previous.tokens if previous is not None else None)
-        drawn = PendingTokens(self._runner.compute_raw_logits(hidden), rows)
+        drawn = PendingTokens(self._runner.compute_raw_logits(hidden), rows, is_plain=True)
         return LaunchedStep(output, rows, drawn, start_ns, start_s)
 
     def _end_one(self) -> None:

@@ -86,17 +86,17 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledTok
 
 
 class PendingTokens:
-    """One token for each row, being drawn on the device of the logits."""
+    """One token for each row, being drawn on the device of the logits: `tokens`, int64 [len(rows)]."""
 
-    def __init__(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
-        """logits: [len(rows), vocab_size]; not changed. Waits for nothing. Raises InvalidRequestError when a row's masks leave no token."""
-        adjusted = adjust_logits(logits, rows)
+    def __init__(self, logits: torch.Tensor, rows: Sequence[SamplingRow], *, is_plain: bool = False) -> None:
+        """logits: [len(rows), vocab_size]; not changed. Waits for nothing. `is_plain`: all rows can run ahead, so nothing is to be
+        adjusted. Raises InvalidRequestError when a row's masks leave no token."""
+        adjusted = logits if is_plain else adjust_logits(logits, rows)
         if all(row.params.is_greedy for row in rows):
             self.tokens = sampling.greedy_tokens(adjusted)
         else:
             parameters = _tensor([row.kernel_parameters() for row in rows], torch.int64, logits.device)
             self.tokens = sampling.sample_tokens(adjusted, parameters)
-        """int64 [len(rows)], on the device"""
         self._logprobs = _PendingLogprobs(logits, rows, self.tokens)
         self._on_host = to_host(self.tokens)
         self._done = Marker(logits.device)
@@ -105,6 +105,8 @@ class PendingTokens:
         """Waits for the device. A ValueError for a row whose log-probabilities are no numbers."""
         self._done.wait()
         logprobs = self._logprobs.result()
+        if not logprobs:
+            return [SampledToken(token_id, None) for token_id in self._on_host.tolist()]
         tokens: list[SampledToken | ValueError] = []
         for index, token_id in enumerate(self._on_host.tolist()):
             found = logprobs.get(index)

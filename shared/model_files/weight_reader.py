@@ -24,13 +24,8 @@ NUM_LOADING_THREADS = 2
 _GIB = 1 << 30
 
 
-def check_fits(source: ModelSource, bytes_per_parameter: float, available_bytes: int | None, where: str = "memory") -> None:
-    """ModelLoadError when the weights alone are more than what is free. None: unknown, let it try."""
-    check_room(source, int(source.num_parameters * bytes_per_parameter), available_bytes, where)
-
-
 def check_room(source: ModelSource, needed: int, available_bytes: int | None, where: str = "memory") -> None:
-    """The same for weights of so many bytes."""
+    """ModelLoadError when the weights, of so many bytes, are more than what is free. None: unknown, let it try."""
     if available_bytes is not None and needed > available_bytes:
         raise ModelLoadError(
             f"{source.name} needs {needed / _GIB:.1f} GiB of {where} for its weights and {available_bytes / _GIB:.1f} GiB is free: "
@@ -120,5 +115,5 @@ class PendingWeights:
 
 def start_loading(source: ModelSource, progress: Progress | None = None, num_threads: int = NUM_LOADING_THREADS) -> PendingWeights:
     """Begins to read all weights as float32. ModelLoadError when they cannot fit in memory. `progress`: 0..1, from the threads."""
-    check_fits(source, np.dtype(np.float32).itemsize, available_memory_bytes())
+    check_room(source, source.num_weight_bytes(np.dtype(np.float32).itemsize), available_memory_bytes())
     return PendingWeights(source, num_threads, progress)

@@ -121,7 +121,7 @@ class CommitInfo:
 
     transport: TransportName
     src_dtype: KVDtype
-    """The sender's number format, of its hidden state too."""
+    """The number format of the sender's KV, and but for FP8 of its hidden state."""
     num_prompt_tokens: int
     num_cached_tokens: int
     """Prompt tokens that prefill had cached."""

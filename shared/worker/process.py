@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 
 STATUS_FD_VARIABLE = "PAGEWIRE_STATUS_FD"
-"""A file descriptor the launcher reads: lines "loading <fraction>", then "ready"."""
+"""A file descriptor the launcher reads: lines "loading <fraction>", then "ready", of a worker with its device, or "failed <why>"."""
 DIE_WITH_PARENT_VARIABLE = "PAGEWIRE_DIE_WITH_PARENT"
 """The launcher's pid."""
 _PR_SET_PDEATHSIG = 1

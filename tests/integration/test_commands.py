@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,22 @@ def pagewire(*arguments: str) -> subprocess.CompletedProcess[str]:
     environ = {key: value for key, value in os.environ.items() if not key.startswith(("PAGEWIRE_", "REDIS_"))}
     command = [sys.executable, "-m", "services.cli", *arguments]
     return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_what_each_worker_computes_on_is_said(stack: LocalStack) -> None:
+    device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    assert stack.devices["prefill-0"] == device
+    with urllib.request.urlopen(stack.url + "/ready", timeout=10) as response:
+        workers = json.load(response)["workers"]
+    assert {worker["worker_id"]: (worker["device"], worker["num_blocks"]) for worker in workers} == {
+        name: (device, 640) for name, device in stack.devices.items()
+    }
+
+
+def test_a_device_that_is_none_is_refused_in_a_line() -> None:
+    done = pagewire("up", "--device", "tpu", "--port", str(free_port()))
+    assert done.returncode == 2
+    assert "device" in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 def test_complete_streams_the_answer(stack: LocalStack) -> None:

@@ -76,6 +76,7 @@ class LocalStack:
             text=True,
         )
         self.pids: dict[str, int] = {}
+        self.devices: dict[str, str] = {}
         self.model = ""
 
     def __enter__(self) -> LocalStack:
@@ -84,7 +85,7 @@ class LocalStack:
         except BaseException:
             self.stop()
             raise
-        self.pids, self.model = event["pids"], event["model"]
+        self.pids, self.devices, self.model = event["pids"], event["devices"], event["model"]
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -200,6 +200,14 @@ class Version(_Described):
     version: str
 
 
+class WorkerState(_Described):
+    worker_id: str
+    role: Literal["prefill", "decode"]
+    device: str = Field(description="What it computes on: cpu, or cuda:N as its host counts GPUs.")
+    num_blocks: int = Field(description="Blocks of its KV cache.")
+    connected: bool
+
+
 class Readiness(_Described):
     ready: bool
     model: str
@@ -208,6 +216,7 @@ class Readiness(_Described):
     required_roles: list[str]
     redis: Literal["ok", "unreachable"]
     prefix_index: Literal["ok", "degraded"]
+    workers: list[WorkerState]
 
 
 def takes(body_type: type[BaseModel]) -> dict[str, Any]:

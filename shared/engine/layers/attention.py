@@ -31,51 +31,46 @@ class Attention:
     query_norm: Norm | None = None
     key_norm: Norm | None = None
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        metadata: AttentionMetadata,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        rows: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """x: [num_tokens, hidden_size] -> [len(rows), hidden_size], None: of all rows; writes the K and V of all tokens. Caches of this
-        layer: [num_blocks, num_kv_heads, block_size, head_dim]."""
-        return self.output(self._mix(x, metadata, key_cache, value_cache, rows))
+    def __call__(self, x: torch.Tensor, metadata: AttentionMetadata, key_cache: torch.Tensor, value_cache: torch.Tensor) -> torch.Tensor:
+        """x: [num_tokens, hidden_size] -> the same shape; writes the tokens' K and V. Caches of this layer: [num_blocks, num_kv_heads,
+        block_size, head_dim]."""
+        return self.output(self._mix(self.qkv(x), metadata, key_cache, value_cache))
 
-    def add_to(
-        self,
-        residual: torch.Tensor,
-        x: torch.Tensor,
-        metadata: AttentionMetadata,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        rows: torch.Tensor | None = None,
+    def of_rows(
+        self, rows: torch.Tensor, x: torch.Tensor, metadata: AttentionMetadata, key_cache: torch.Tensor, value_cache: torch.Tensor
+    ) -> torch.Tensor:
+        """[len(rows), hidden_size]: those rows of self(x, ...); writes the K and V of all tokens."""
+        mixed = self._mix(self.qkv(x), metadata, key_cache, value_cache, rows)
+        return self.output(mixed) if len(rows) else torch.empty_like(x[:0])
+
+    def add_normed(
+        self, residual: torch.Tensor, norm: Norm, metadata: AttentionMetadata, key_cache: torch.Tensor, value_cache: torch.Tensor
     ) -> None:
-        self.output.add_to(residual, self._mix(x, metadata, key_cache, value_cache, rows))
+        self.output.add_to(residual, self._mix(self.qkv.normed(residual, norm), metadata, key_cache, value_cache))
 
     def _mix(
         self,
-        x: torch.Tensor,
+        qkv: torch.Tensor,
         metadata: AttentionMetadata,
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
-        rows: torch.Tensor | None,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """All but the output projection: [len(rows), num_heads * head_dim]."""
+        """All between the projections: [len(rows), num_heads * head_dim], None: of all rows."""
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
-        query, key, value = torch.split(self.qkv(x).view(len(x), -1, self.head_dim), heads, dim=1)
+        query, key, value = torch.split(qkv.view(len(qkv), -1, self.head_dim), heads, dim=1)
         if self.query_norm is not None:
             query = self.query_norm(query)
         if self.key_norm is not None:
             key = self.key_norm(key)
+        kv_cache_dtype = "fp8" if key_cache.dtype is torch.float8_e4m3fn else "auto"
         if self.rotary is None:
-            reshape_and_cache(key, value, key_cache, value_cache, metadata.slot_mapping)
+            reshape_and_cache(key, value, key_cache, value_cache, metadata.slot_mapping, kv_cache_dtype)
         else:
             table, slots = (self.rotary.cos, self.rotary.sin), metadata.slot_mapping
-            rotary_embedding_and_cache(query, key, value, metadata.positions, *table, key_cache, value_cache, slots)
-        if rows is not None and not len(rows):
-            return x.new_empty(0, self.num_heads * self.head_dim)
+            rotary_embedding_and_cache(query, key, value, metadata.positions, *table, key_cache, value_cache, slots, kv_cache_dtype)
+        if rows is not None and not len(rows):  # of chunks before a prompt's last
+            return qkv.new_empty(0, self.num_heads * self.head_dim)
         mixed = metadata.attention(
             query, key_cache, value_cache, self.scale, sliding_window=self.sliding_window, soft_cap=self.soft_cap
         ).flatten(1)  # fmt: skip

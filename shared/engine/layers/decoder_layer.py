@@ -22,12 +22,19 @@ class Part(Protocol[_P]):
     def __call__(self, x: torch.Tensor, *args: _P.args, **kwargs: _P.kwargs) -> torch.Tensor:
         """x: [num_tokens, hidden_size] -> the same shape."""
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor, *args: _P.args, **kwargs: _P.kwargs) -> None:
-        """residual += self(x, ...), in place."""
+    def add_normed(self, residual: torch.Tensor, norm: Norm, *args: _P.args, **kwargs: _P.kwargs) -> None:
+        """residual += self(norm(residual), ...), in place."""
 
 
-AttentionPart = Part[[AttentionMetadata, torch.Tensor, torch.Tensor, torch.Tensor | None]]
-"""See layers.attention.Attention."""
+class AttentionPart(Part[[AttentionMetadata, torch.Tensor, torch.Tensor]], Protocol):
+    """See layers.attention.Attention."""
+
+    def of_rows(
+        self, rows: torch.Tensor, x: torch.Tensor, metadata: AttentionMetadata, key_cache: torch.Tensor, value_cache: torch.Tensor
+    ) -> torch.Tensor:
+        """[len(rows), hidden_size]: those rows of self(x, ...), where nothing but K and V is computed for others."""
+
+
 FeedForward = Part[[]]
 
 
@@ -62,14 +69,18 @@ class PreNormLayer:
         value_cache: torch.Tensor,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        normed = self.input_norm(x)
-        x = x if rows is None else x[rows]
-        self.attention.add_to(x, normed, metadata, key_cache, value_cache, rows)
-        self.feed_forward.add_to(x, self.post_attention_norm(x))
+        if rows is None:
+            self.attention.add_normed(x, self.input_norm, metadata, key_cache, value_cache)
+        else:
+            mixed = self.attention.of_rows(rows, self.input_norm(x), metadata, key_cache, value_cache)
+            x = x[rows]
+            x += mixed
+        if len(x):
+            self.feed_forward.add_normed(x, self.post_attention_norm)
         return x
 
     def summed_over_ranks(self, reduce: Reduce) -> PreNormLayer:
-        return replace(self, attention=_Summed(self.attention, reduce), feed_forward=_Summed(self.feed_forward, reduce))
+        return replace(self, attention=_SummedAttention(self.attention, reduce), feed_forward=_Summed(self.feed_forward, reduce))
 
 
 @dataclass(frozen=True)
@@ -91,14 +102,19 @@ class SandwichNormLayer:
         value_cache: torch.Tensor,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        mixed = self.post_attention_norm(self.attention(self.input_norm(x), metadata, key_cache, value_cache, rows))
-        x = x if rows is None else x[rows]
-        x += mixed
+        normed = self.input_norm(x)
+        if rows is None:
+            mixed = self.attention(normed, metadata, key_cache, value_cache)
+        else:
+            mixed, x = self.attention.of_rows(rows, normed, metadata, key_cache, value_cache), x[rows]
+        if not len(x):
+            return x
+        x += self.post_attention_norm(mixed)
         x += self.post_feed_forward_norm(self.feed_forward(self.pre_feed_forward_norm(x)))
         return x
 
     def summed_over_ranks(self, reduce: Reduce) -> SandwichNormLayer:
-        return replace(self, attention=_Summed(self.attention, reduce), feed_forward=_Summed(self.feed_forward, reduce))
+        return replace(self, attention=_SummedAttention(self.attention, reduce), feed_forward=_Summed(self.feed_forward, reduce))
 
 
 class _Summed(Generic[_P]):
@@ -108,11 +124,22 @@ class _Summed(Generic[_P]):
         self._part, self._reduce = part, reduce
 
     def __call__(self, x: torch.Tensor, *args: _P.args, **kwargs: _P.kwargs) -> torch.Tensor:
-        partial = self._part(x, *args, **kwargs)
-        return self._reduce(partial) if len(partial) else partial
+        return self._reduce(self._part(x, *args, **kwargs))
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor, *args: _P.args, **kwargs: _P.kwargs) -> None:
-        residual += self(x, *args, **kwargs)
+    def add_normed(self, residual: torch.Tensor, norm: Norm, *args: _P.args, **kwargs: _P.kwargs) -> None:
+        residual += self(norm(residual), *args, **kwargs)
+
+
+class _SummedAttention(_Summed[[AttentionMetadata, torch.Tensor, torch.Tensor]]):
+    def __init__(self, part: AttentionPart, reduce: Reduce) -> None:
+        super().__init__(part, reduce)
+        self._attention = part
+
+    def of_rows(
+        self, rows: torch.Tensor, x: torch.Tensor, metadata: AttentionMetadata, key_cache: torch.Tensor, value_cache: torch.Tensor
+    ) -> torch.Tensor:
+        partial = self._attention.of_rows(rows, x, metadata, key_cache, value_cache)
+        return self._reduce(partial) if len(rows) else partial
 
 
 def take_pre_norm_layer(

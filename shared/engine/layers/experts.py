@@ -9,6 +9,7 @@ import torch
 
 from shared.engine.layers.gated_mlp import GatedMLP, take_gated_mlp
 from shared.engine.layers.linear import Linear, Weights, take_linear
+from shared.engine.layers.norm import Norm
 from shared.model_files.model_config import ExpertsConfig
 
 
@@ -38,8 +39,8 @@ class Experts:
                 start += count
         return out
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
-        residual += self(x)
+    def add_normed(self, residual: torch.Tensor, norm: Norm) -> None:
+        residual += self(norm(residual))
 
 
 def take_experts(

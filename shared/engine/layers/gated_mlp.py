@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from kernels.silu_and_mul import silu_and_mul
 from shared.engine.layers.linear import Linear, Weights, take_linear
+from shared.engine.layers.norm import Norm
 
 GatedActivation = Callable[[torch.Tensor], torch.Tensor]
 """[num_tokens, 2 * size] = [gate | up] -> [num_tokens, size]."""
@@ -31,8 +32,9 @@ class GatedMLP:
         """x: [num_tokens, hidden_size] -> the same shape."""
         return self.down(self.activation(self.gate_up(x)))
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
-        self.down.add_to(residual, self.activation(self.gate_up(x)))
+    def add_normed(self, residual: torch.Tensor, norm: Norm) -> None:
+        is_silu = self.activation is silu_and_mul
+        self.down.add_to(residual, self.gate_up.gated(residual, norm) if is_silu else self.activation(self.gate_up.normed(residual, norm)))
 
 
 def take_gated_mlp(

@@ -45,6 +45,5 @@ def build_model(config: ModelConfig, weights: Weights, rotary: RotaryTables, red
         model.layers = [layer.summed_over_ranks(reduce) for layer in model.layers]
     else:
         model.layers = [in_one_call(layer) for layer in model.layers]
-    unused = [*weights, *weights.stored]
-    assert not unused, f"{config.architecture} leaves weights unused: {', '.join(unused[:8])}"
+    assert not weights.names, f"{config.architecture} leaves weights unused: {', '.join(weights.names[:8])}"
     return model

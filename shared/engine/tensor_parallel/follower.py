@@ -16,8 +16,8 @@ import time
 import torch
 
 from shared.available_cpus import available_cpus
+from shared.engine.device import select_kv_dtype
 from shared.engine.kv_cache import KVCache
-from shared.engine.layers.linear import Weights
 from shared.engine.model_runner import ModelRunner
 from shared.engine.models.registry import build_model
 from shared.engine.rotary import RotaryTables
@@ -64,13 +64,14 @@ def _serve(channel: RankChannel, setup: RankSetup) -> None:
     source = resolve_model(settings.model, settings.load_format, settings.max_model_len)
     dtype: torch.dtype = getattr(torch, setup.dtype)
     config = shard.config(source.config)
-    weights = Weights(load_weights(source, dtype, device, shard=shard))
+    weights = load_weights(source, dtype, device, shard=shard, quantization=settings.quantization)
+    kv_dtype = select_kv_dtype(settings, dtype, device)
     if setup.memory_descriptor is None:
-        cache = KVCache(config, setup.num_blocks, settings.block_size, dtype, device)
+        cache = KVCache(config, setup.num_blocks, settings.block_size, kv_dtype, device)
     else:
-        size_bytes = setup.num_blocks * KVCache.bytes_per_block(source.config, settings.block_size, dtype.itemsize)
+        size_bytes = setup.num_blocks * KVCache.bytes_per_block(source.config, settings.block_size, kv_dtype.itemsize)
         memory = RankMemory.inherited(source.config, shard, setup.memory_descriptor, size_bytes)
-        cache = KVCache(source.config, setup.num_blocks, settings.block_size, dtype, device, ranks=memory)
+        cache = KVCache(source.config, setup.num_blocks, settings.block_size, kv_dtype, device, ranks=memory)
     channel.send(Kind.READY)
     if device.type == "cpu":
         threading.Thread(target=_say_alive, args=(channel,), name="rank-alive", daemon=True).start()
@@ -82,7 +83,11 @@ def _serve(channel: RankChannel, setup: RankSetup) -> None:
         if kind is Kind.STEP:
             runner.forward(StepInput.unpack(payload))
         elif kind is Kind.COPY_BLOCK:
-            cache.copy_block(*struct.unpack("<2q", payload))
+            runner.cache.copy_block(*struct.unpack("<2q", payload))
+        elif kind is Kind.NEW_CACHE:
+            (num_blocks,) = struct.unpack("<q", payload)
+            torch.cuda.empty_cache()  # what the step of the memory profile took
+            runner = ModelRunner(model, KVCache(config, num_blocks, settings.block_size, kv_dtype, device))
 
 
 def _say_alive(channel: RankChannel) -> None:

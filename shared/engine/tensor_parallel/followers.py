@@ -54,8 +54,10 @@ class Followers:
         self._timeout_s = settings.kv_peer_timeout_s
         self._segment = memory.segment if memory is not None else None
         self._watcher: threading.Thread | None = None
-        if device.type == "cuda" and torch.cuda.device_count() < self._size:
-            raise ConfigurationError(f"tensor_parallel_size = {self._size}: there are {torch.cuda.device_count()} GPUs here")
+        if device.type == "cuda" and torch.cuda.device_count() < device.index + self._size:
+            raise ConfigurationError(
+                f"tensor_parallel_size = {self._size} from {device} on: there are {torch.cuda.device_count()} GPUs here"
+            )
         self._store = dist.TCPStore("127.0.0.1", 0, self._size, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         self._collectives: Collectives | None = None
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -68,7 +70,7 @@ class Followers:
                 num_blocks=num_blocks,
                 max_model_len=max_model_len,
                 dtype=dtype_name,
-                device=f"cuda:{rank}" if device.type == "cuda" else "cpu",
+                device=f"cuda:{device.index + rank}" if device.type == "cuda" else "cpu",
                 memory_descriptor=self._segment.offer.fd if self._segment is not None else None,
             )
             self._start(rank, setup)
@@ -141,6 +143,11 @@ class Followers:
         """Raises RankLostError."""
         for rank in self._channels:
             self._tell(rank, Kind.COPY_BLOCK, struct.pack("<2q", source, target))
+
+    def new_cache(self, num_blocks: int) -> None:
+        """Raises RankLostError."""
+        for rank in self._channels:
+            self._tell(rank, Kind.NEW_CACHE, struct.pack("<q", num_blocks))
 
     def check(self) -> None:
         """Raises RankLostError when one of them has ended."""

@@ -25,6 +25,8 @@ class Kind(IntEnum):
     """Two int64: copy the first block over the second. Where ranks share one KV cache the first does it alone."""
     ALIVE = 5
     """From another rank on a CPU, every ALIVE_INTERVAL_S."""
+    NEW_CACHE = 6
+    """On GPUs, where each rank has its own. One int64: from now on the KV cache has so many blocks; what was in it is gone."""
 
 
 class RankSetup(BaseModel):

@@ -12,7 +12,7 @@ from shared.transport.protocol.wire_dtype import WireCodec, WireDtypeName
 @dataclass(frozen=True, slots=True)
 class KVFormat:
     dtype: str
-    """As torch names it."""
+    """Of the KV cache, as KVDtype names it, in small letters."""
     block_size: int
     wire_dtype: WireDtypeName = "auto"
     is_whole: bool = True

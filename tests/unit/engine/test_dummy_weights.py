@@ -10,9 +10,11 @@ import torch
 from test_engine_core import engine_for, greedy
 from tiny_models import tiny_hf_config, tiny_tokenizer_json, write_tiny_hf
 
+from shared.engine.dummy_weights import dummy_weight
 from shared.engine.weights import load_weights
 from shared.errors import ModelLoadError
 from shared.model_files.model_source import resolve_model
+from shared.model_files.weight_names import ExpectedWeight
 
 
 def write_config_only(directory: Path) -> None:
@@ -42,6 +44,18 @@ def test_weights_are_spread_about_zero_and_differ_from_tensor_to_tensor(tmp_path
     assert abs(float(gate.std()) - 0.02) < 0.002
     assert abs(float(torch.corrcoef(torch.stack([gate.flatten(), up.flatten()]))[0, 1])) < 0.05
     assert bool((weights["model.norm.weight"] == 1).all())
+
+
+@pytest.mark.parametrize("place", [0, 1, (1 << 18) - 1, 1 << 18, 3 * (1 << 18) + 4711])
+def test_each_number_is_a_hash_of_its_place_alone(place: int) -> None:
+    """Whatever the device and however much is computed at a time."""
+    expected, seed = ExpectedWeight("model.layers.0.mlp.up_proj.weight", "", (1000, 1000)), 17
+    bits = (place + (seed + 1) * 0x85EBCA6B) % 2**32
+    for shift in (16, 15, 16):
+        bits = (bits ^ (bits >> shift)) * 0x9E3779B1 % 2**32
+    bound = 3**0.5 * 0.02
+    found = float(dummy_weight(expected, seed, torch.float32, torch.device("cpu")).view(-1)[place])
+    assert found == pytest.approx((bits >> 8) * 2 * bound / 2**24 - bound, abs=1e-8)
 
 
 def test_what_is_no_directory_with_a_configuration_is_refused() -> None:

@@ -22,7 +22,13 @@ from test_engine_core import engine_for, greedy
 from test_model_families import TOLERANCE, difference, prompt_of
 
 from shared.batch import SchedulerOutput
+from shared.config import Settings
+from shared.engine import engine_core
 from shared.engine.engine_core import EngineCore
+from shared.engine.kv_cache import KVCache
+from shared.engine.memory_profile import GRAPHS_NBYTES, MemoryProfile, largest_step
+from shared.engine.model_runner import ModelRunner
+from shared.engine.models.causal_lm import CausalLM
 from shared.engine.step_input import StepInput
 from shared.engine.tensor_parallel import followers
 from shared.engine.tensor_parallel.sharding import Shard
@@ -73,6 +79,38 @@ def test_ranks_together_give_the_logits_and_tokens_of_one(tmp_path: Path, name: 
 def llama(tmp_path: Path) -> tuple[ModelSource, Path]:
     write_model(make_model(CASES["llama"]), tmp_path)
     return resolve_model(str(tmp_path)), tmp_path
+
+
+def test_ranks_take_part_in_the_memory_profile_and_get_the_cache_that_it_gives(
+    llama: tuple[ModelSource, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on GPUs, where each has a cache of its own, whose size is known last; what is free is made up here."""
+    source, path = llama
+    expected, _ = greedy(engine_for(source, num_blocks=200, num_threads=1), PROMPTS, 4)
+    room_nbytes = 200 * KVCache.bytes_per_block(source.config, 4, 4)
+
+    def profile(model: CausalLM, settings: Settings, max_model_len: int, cache: KVCache, before_step: Any) -> MemoryProfile:
+        step = largest_step(settings.max_num_batched_tokens, settings.max_num_seqs, max_model_len, settings.block_size)
+        before_step(step)
+        ModelRunner(model, cache).forward(step)
+        return MemoryProfile(1 << 40, room_nbytes + GRAPHS_NBYTES, 0, 0)
+
+    monkeypatch.setattr(EngineCore, "is_kv_whole", False)
+    monkeypatch.setattr(EngineCore, "_asked_num_blocks", lambda _self: None)
+    monkeypatch.setattr(engine_core, "profile_memory", profile)
+    with engine_of(2, source, path) as engine:
+        assert len(engine.manager.pool.blocks) == 2 * 200, "each rank has half of the heads"
+        assert greedy(engine, PROMPTS, 4)[0] == expected
+
+
+def test_ranks_quantise_what_they_hold_and_stay_near_one_that_holds_all(llama: tuple[ModelSource, Path]) -> None:
+    """Each has factors of its own for its share of a row, so the sums are not the same ones."""
+    source, path = llama
+    _, wanted = greedy(engine_for(source, num_blocks=200, num_threads=1, quantization="fp8"), PROMPTS, 1)
+    with engine_of(2, source, path, quantization="fp8") as engine:
+        _, found = greedy(engine, PROMPTS, 1)
+    for rows, wanted_rows in zip(found, wanted, strict=True):
+        assert 0 < float((rows - wanted_rows).norm() / wanted_rows.norm()) < 0.1
 
 
 def test_a_block_that_is_copied_is_copied_on_every_rank(llama: tuple[ModelSource, Path]) -> None:
