@@ -10,6 +10,7 @@ import torch
 from decode_harness import DecodeHarness
 from tiny_models import TINY_CONFIG, write_tiny_hf
 
+from shared.engine import engine_core
 from shared.engine.decode_batch import DecodeBatch
 from shared.engine.overlapped_decode import LaunchedStep, OverlappedDecode
 from shared.model_files.model_source import ModelSource, resolve_model
@@ -137,6 +138,67 @@ def test_a_step_that_fails_ends_its_requests_and_leaves_nothing(
         decode.run()
         assert len(decode.answers("c")[0]) == 8
         assert decode.num_used == 0
+
+
+@pytest.mark.parametrize("broken", ["decode", "compute_raw_logits"])
+def test_a_step_that_fails_after_one_of_its_requests_has_ended_ends_the_others_alone(
+    source: ModelSource, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    first = answers(source, [{"max_tokens": 30, "temperature": 0.0, "ignore_eos": True}] * 2)[0]
+    stop_id = first[3][1]
+    with DecodeHarness(source, async_scheduling=True) as decode:
+        for i, stop_token_ids in enumerate([(stop_id,), ()]):
+            decode.submit(f"r{i}", prompts(2)[i], max_tokens=30, temperature=0.0, ignore_eos=True, stop_token_ids=stop_token_ids)
+        while not any(o.finish_reason for o in decode.outputs("r0")):
+            decode.turn()
+        launched = decode.worker._launched
+        assert launched is not None and len(launched.rows) == 2, "the step that comes too late for r0 is queued"
+
+        def fail(*_: object) -> torch.Tensor:
+            raise RuntimeError("injected")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(decode.worker.engine.runner, broken, fail)
+            decode.turn()
+        assert [failure.request_id for failure in decode.failures()] == ["r1"]
+        assert decode.num_used == 0
+        decode.submit("r2", [7] * 9, max_tokens=8, ignore_eos=True)
+        decode.run()
+        assert len(decode.answers("r2")[0]) == 8
+
+
+def test_a_device_that_fails_leaves_no_request_without_an_answer(source: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    with DecodeHarness(source, async_scheduling=True) as decode:
+        decode.submit("a", [5] * 9, max_tokens=30, ignore_eos=True)
+        for _ in range(4):
+            decode.turn()
+
+        def fail(*_: object) -> None:
+            raise RuntimeError("an illegal memory access was encountered")
+
+        runner = decode.worker.engine.runner
+        monkeypatch.setattr(runner, "decode", fail)
+        monkeypatch.setattr(runner, "wait", fail)
+        decode.turn()
+        assert [failure.request_id for failure in decode.failures()] == ["a"]
+        assert decode.num_used == 0
+
+
+def test_blocks_evicted_by_steps_that_are_queued_go_to_host_memory_at_the_pace_of_steps(
+    source: ModelSource, batches: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_core, "MAX_STORED_NBYTES_PER_STEP", 1)  # one block
+    with DecodeHarness(source, async_scheduling=True, num_blocks=24, kv_host_cache_gib=0.01) as decode:
+        decode.submit("fills", [5] * 60, max_tokens=1, ignore_eos=True)
+        decode.run()
+        num_cached = decode.worker.engine.manager.pool.num_cached
+        assert num_cached >= 15
+        decode.submit("evicts", [6] * 3, max_tokens=80, temperature=0.0, ignore_eos=True)
+        decode.run()
+        assert len(batches) > 70
+        tier = decode.worker.engine.manager.host_tier
+        assert tier is not None and tier.counters["kv_host_dropped_blocks"] == 0
+        assert tier.counters["kv_host_stored_blocks"] > 5
 
 
 def test_a_request_of_the_same_name_is_not_taken_for_one_that_was_aborted(source: ModelSource) -> None:
