@@ -224,3 +224,5 @@ def test_one_role_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEWIRE_DECODE_QUANTIZATION", "fp8")
     with pytest.raises(ConfigurationError, match="quantization must be the same"):
         Stack(StackPlan(load_settings("router"), 1, 1, None, is_json=True))._check_roles_agree()
+    for_all = load_settings("router", quantization="fp8")  # as an option of the command
+    Stack(StackPlan(for_all, 1, 1, None, is_json=True))._check_roles_agree()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import signal
@@ -36,6 +37,7 @@ from shared.errors import ConfigurationError
 from shared.model_files.model_config import ModelConfig
 from shared.model_files.model_source import ModelSource, resolve_model
 from shared.request import Request
+from shared.transport.wires.shared_segment import SharedSegment
 
 PROMPTS = [prompt_of(length) for length in (1, 3, 13, 30)]
 
@@ -110,6 +112,18 @@ def test_ranks_with_fp8_weights_are_the_model_that_one_rank_is(llama: tuple[Mode
     with engine_of(2, source, path, quantization="fp8") as engine:
         _, found = greedy(engine, PROMPTS, 1)
     assert max(difference(ours, theirs) for ours, theirs in zip(found, wanted, strict=True)) < TOLERANCE
+
+
+def test_a_system_that_cannot_seal_what_ranks_share_is_told_what_to_do(
+    llama: tuple[ModelSource, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_segment: SharedSegment) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(SharedSegment, "seal", refuse)
+    source, path = llama
+    with pytest.raises(ConfigurationError, match="sealed.*set it to 1"), engine_of(2, source, path):
+        pass
 
 
 def test_a_block_that_is_copied_is_copied_on_every_rank(llama: tuple[ModelSource, Path]) -> None:
