@@ -100,7 +100,7 @@ class Stack:
                 )
         if self._plan.num_prefill and [settings.kv_cache_dtype for settings in per_role[1:]] == ["auto", "fp8"]:
             raise ConfigurationError(
-                "kv_cache_dtype fp8 for decode alone: it takes no KV of a wider type than it holds; set PAGEWIRE_KV_CACHE_DTYPE=fp8 for both"
+                "kv_cache_dtype fp8 for decode alone: it takes no KV of a wider type than its own; set PAGEWIRE_KV_CACHE_DTYPE=fp8 for both"
             )
         lengths = {settings.max_model_len for settings in per_role}
         model = (self._settings.model, self._settings.load_format)

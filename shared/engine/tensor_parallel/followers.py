@@ -103,7 +103,7 @@ class Followers:
                 self._segment.seal()
             except OSError as error:
                 raise ConfigurationError(
-                    f"tensor_parallel_size = {self._size} on a CPU needs memory that can be sealed against later writers (Linux 5.1 has it): "
+                    f"tensor_parallel_size = {self._size} on a CPU needs memory that can be sealed against later writers (Linux 5.1): "
                     f"{error.strerror}; set it to 1"
                 ) from error
         self._collectives = Collectives(Shard(0, self._size), self._store.port, self._device)

@@ -122,7 +122,7 @@ def test_a_system_that_cannot_seal_what_ranks_share_is_told_what_to_do(
 
     monkeypatch.setattr(SharedSegment, "seal", refuse)
     source, path = llama
-    with pytest.raises(ConfigurationError, match="sealed.*set it to 1"), engine_of(2, source, path):
+    with pytest.raises(ConfigurationError, match=r"sealed.*set it to 1"), engine_of(2, source, path):
         pass
 
 
