@@ -21,6 +21,7 @@ import torch
 from family_models import CASES, make_model, write_model
 from test_engine_core import engine_for, greedy
 from test_model_families import TOLERANCE, difference, prompt_of
+from tiny_models import with_changes, write_tiny_hf
 
 from shared.batch import SchedulerOutput
 from shared.config import Settings
@@ -180,6 +181,27 @@ def test_a_block_comes_back_from_host_memory_for_every_rank(llama: tuple[ModelSo
         for index in (0, 1, 0):  # the second takes the blocks of the first
             assert difference(logits_after(engine, prompts[index]), expected[index]) < TOLERANCE
         assert engine.manager.num_host_hit_tokens > 0
+
+
+def test_a_chunk_of_which_no_row_is_wanted_ends_when_all_ranks_have_written_its_kv(tmp_path: Path) -> None:
+    """Its blocks leave at once, with the heads of all ranks. In a model of one layer nothing else makes the first rank wait."""
+    write_tiny_hf(tmp_path, with_changes(num_layers=1))
+    source = resolve_model(str(tmp_path))
+    with engine_of(2, source, tmp_path, max_num_batched_tokens=8) as engine:
+        [rank] = ranks_of(engine)
+        engine.scheduler.add(Request("1", prompt_of(20), arrival_s=0.0, deadline_at_s=1e9))
+        output = engine.schedule()
+        assert output is not None and not output.scheduled[0].completes
+        os.kill(rank.pid, signal.SIGSTOP)
+        step = threading.Thread(target=engine.run, args=(output,))
+        step.start()
+        step.join(0.5)
+        assert step.is_alive(), "the step has ended without the other rank"
+        os.kill(rank.pid, signal.SIGCONT)
+        step.join(10)
+        assert not step.is_alive()
+        first, second = engine.cache.tensor[engine.manager.block_ids("1")[0]].unbind(2)
+        assert bool(first.any()) and bool(second.any())
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
