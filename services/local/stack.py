@@ -86,19 +86,22 @@ class Stack:
     def _check_roles_agree(self) -> None:
         """A router refuses workers whose blocks are not what it expects, and would wait for others for ever."""
         roles: tuple[Role, ...] = ("router", "prefill", "decode")
-        per_role = [load_settings(role) for role in roles]
+        per_role = [self._of_role(role) for role in roles]
         for name in ("block_size", "dtype", "quantization"):
             values = [getattr(settings, name) for settings in per_role]
             if len(set(values)) > 1:
                 found = ", ".join(f"{role} {value}" for role, value in zip(roles, values, strict=True))
                 raise ConfigurationError(f"{name} must be the same for router, prefill and decode: {found}")
-        for role in roles[1:] if self._plan.num_prefill else ():
-            settings = self._of_role(role)
+        for role, settings in list(zip(roles, per_role, strict=True))[1:] if self._plan.num_prefill else ():
             if settings.tensor_parallel_size > 1 and may_use_gpu(settings.device):
                 raise ConfigurationError(
                     f"tensor_parallel_size = {settings.tensor_parallel_size} for {role}: KV of ranks on several GPUs cannot go from one "
                     "worker to another yet; add --aggregated, or set PAGEWIRE_DEVICE=cpu"
                 )
+        if self._plan.num_prefill and [settings.kv_cache_dtype for settings in per_role[1:]] == ["auto", "fp8"]:
+            raise ConfigurationError(
+                "kv_cache_dtype fp8 for decode alone: it takes no KV of a wider type than its own; set PAGEWIRE_KV_CACHE_DTYPE=fp8 for both"
+            )
         lengths = {settings.max_model_len for settings in per_role}
         model = (self._settings.model, self._settings.load_format)
         if len(lengths) > 1 and len({resolve_model(*model, length).fingerprint for length in lengths}) > 1:
@@ -106,7 +109,7 @@ class Stack:
                 "max_model_len must be on one side of this model's original context for router, prefill and decode: past it the rotary "
                 "embedding is another one"
             )
-        cpu_weights = [self._of_role(role).cpu_weights for role in roles]
+        cpu_weights = [settings.cpu_weights for settings in per_role]
         if "fp16" in cpu_weights and len(set(cpu_weights)) > 1:  # the others have the model's own values, and so the same KV
             found = ", ".join(f"{role} {value}" for role, value in zip(roles, cpu_weights, strict=True))
             raise ConfigurationError(f"cpu_weights fp16 is another model to all but those that have it too: {found}")

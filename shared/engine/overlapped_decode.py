@@ -8,6 +8,7 @@ scheduled waits until nothing runs.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,8 @@ from shared.engine.model_runner import ModelRunner
 from shared.engine.sampler import PendingTokens, SampledToken, SamplingRow
 from shared.request import Request
 from shared.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class OverlappedDecode:
         num_alive = 0
         for source, (before, row) in enumerate(zip(step.output.scheduled, step.rows, strict=True)):
             request = before.request
-            if scheduler.running.get(request.request_id) is not request:
+            if not self._is_alive(request):
                 continue
             num_alive += 1
             num_tokens = before.end + 1  # with the one that is being drawn
@@ -91,23 +94,25 @@ class OverlappedDecode:
         """Wait for the oldest step that was launched and book it."""
         drawn = step.drawn.result()
         self._end_one()
-        running = self._scheduler.running
-        alive = [row for row in step.output.scheduled if running.get(row.request.request_id) is row.request]
-        self._scheduler.update(SchedulerOutput(alive), time.monotonic() - step.start_s)
-        tokens = [
-            (row.request, token)
-            for row, token in zip(step.output.scheduled, drawn, strict=True)
-            if running.get(row.request.request_id) is row.request
-        ]
+        self._scheduler.update(self.alive(step), time.monotonic() - step.start_s)
+        tokens = [(row.request, token) for row, token in zip(step.output.scheduled, drawn, strict=True) if self._is_alive(row.request)]
         return DecodedStep(tokens, step.start_ns, time.time_ns())
 
+    def alive(self, step: LaunchedStep) -> SchedulerOutput:
+        """What of a step is still of use: it may have been queued before a token came to light that was some request's last."""
+        return SchedulerOutput([row for row in step.output.scheduled if self._is_alive(row.request)])
+
     def abandon(self) -> None:
-        """Wait until nothing runs any more, whatever became of it."""
+        """Wait until nothing runs any more, whatever became of it: a device that has failed computes nothing either."""
         try:
             self._runner.wait()
-        finally:
-            while self._num_running:
-                self._end_one()
+        except Exception:
+            logger.exception("the device has failed")
+        while self._num_running:
+            self._end_one()
+
+    def _is_alive(self, request: Request) -> bool:
+        return self._scheduler.running.get(request.request_id) is request
 
     def _launch(
         self,

@@ -91,14 +91,17 @@ class _Places:
         self._values = _memory(list(compress(expected, is_quantized)), torch.float8_e4m3fn, device)
         self._fp8: dict[str, FP8Weight] = {}
 
-    def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Any thread."""
+    def put(self, name: str, whole: torch.Tensor, part_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Of the weight `name` what `part_of` gives. Any thread."""
         place = self._tensors.get(name)
         if place is not None:
-            place.copy_(tensor)
+            place.copy_(part_of(whole))
             return
-        values, factors = quantize_rows(tensor.to(self._device, self._dtype))
-        self._fp8[name] = FP8Weight(self._values[name].copy_(values), factors)
+        # Before it is shared out: a rank that holds some of an output's inputs has the factor of all, so all degrees are one model.
+        values, factors = quantize_rows(whole.to(self._device, self._dtype))
+        place = self._values[name]
+        place.view(torch.uint8).copy_(part_of(values.view(torch.uint8)))
+        self._fp8[name] = FP8Weight(place, factors if len(place) == len(values) else part_of(factors))
 
     def weights(self) -> Weights:
         return Weights(self._tensors, fp8=self._fp8)
@@ -120,9 +123,14 @@ def _parts(source: ModelSource, expected: Sequence[ExpectedWeight], shard: Shard
         return list(expected)
 
     def shape(weight: ExpectedWeight) -> tuple[int, ...]:
-        return tuple(shard.part_of(weight.name, torch.empty(weight.shape, device="meta"), source.config).shape)
+        return tuple(_part(source, weight.name, shard)(torch.empty(weight.shape, device="meta")).shape)
 
     return [replace(weight, shape=shape(weight)) for weight in expected]
+
+
+def _part(source: ModelSource, name: str, shard: Shard | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Gives what this rank holds of the weight `name`."""
+    return lambda whole: whole if shard is None else shard.part_of(name, whole, source.config)
 
 
 def _wrapped(arrays: dict[str, NDArray[np.float32]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -144,7 +152,7 @@ def _load_one(
         tensor = torch.from_numpy(np.array(stored.data).view(np.int16)).view(dtype).reshape(expected.shape)
     else:
         tensor = torch.from_numpy(read_weight(source, expected, stored)).to(dtype)
-    places.put(expected.name, tensor if shard is None else shard.part_of(expected.name, tensor, source.config))
+    places.put(expected.name, tensor, _part(source, expected.name, shard))
 
 
 def _as_rows(source: ModelSource, expected: ExpectedWeight, stored: StoredTensor, storage: Storage) -> StoredRows:
@@ -220,8 +228,7 @@ def load_weights(
         expected = list(expected_weights(source.config))
         places = _Places(_parts(source, expected, shard), dtype, device, quantization)
         for seed, weight in enumerate(expected):
-            whole = dummy_weight(weight, seed, dtype, device)
-            places.put(weight.name, whole if shard is None else shard.part_of(weight.name, whole, source.config))
+            places.put(weight.name, dummy_weight(weight, seed, dtype, device), _part(source, weight.name, shard))
         return places.weights()
     pairs = list(source.weights())
     num_elements, num_done = source.num_parameters, 0

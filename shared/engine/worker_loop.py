@@ -253,7 +253,7 @@ class WorkerLoop(ABC):
             following = self.engine.overlapped.launch_next(launched)
             result = self.engine.collect(launched)
         except Exception as error:
-            self._handle_failed_step(launched.output, error)
+            self._handle_failed_step(self.engine.overlapped.alive(launched), error)
             return
         self._num_failures = 0
         self._launched = following

@@ -69,11 +69,11 @@ class DecodeHarness:
         return has_computed
 
     def run(self, max_turns: int = 5000) -> None:
-        """Until nothing is left to do; a worker that stands still with work at hand fails the test."""
+        """Until nothing is left to do, nor runs; a worker that stands still with work at hand fails the test."""
         num_idle = 0
         for _ in range(max_turns):
             num_idle = 0 if self.turn() else num_idle + 1
-            if not self.worker._jobs:
+            if not self.worker._jobs and self.worker._launched is None:
                 return
             assert num_idle < 3, "requests are left and nothing runs"
         raise AssertionError("it does not end")

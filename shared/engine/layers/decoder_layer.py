@@ -139,7 +139,10 @@ class _SummedAttention(_Summed[[AttentionMetadata, torch.Tensor, torch.Tensor]])
         self, rows: torch.Tensor, x: torch.Tensor, metadata: AttentionMetadata, key_cache: torch.Tensor, value_cache: torch.Tensor
     ) -> torch.Tensor:
         partial = self._attention.of_rows(rows, x, metadata, key_cache, value_cache)
-        return self._reduce(partial) if len(rows) else partial
+        if len(rows):
+            return self._reduce(partial)
+        self._reduce(x.new_zeros(1))  # of nothing: the step must not end before all ranks have written K and V (see RankMemory)
+        return partial
 
 
 def take_pre_norm_layer(

@@ -99,7 +99,13 @@ class Followers:
             if channel.receive() != (Kind.READY, b""):
                 raise ConfigurationError(f"rank {rank} of the engine could not start; its reason stands above")
         if self._segment is not None:
-            self._segment.seal()
+            try:
+                self._segment.seal()
+            except OSError as error:
+                raise ConfigurationError(
+                    f"tensor_parallel_size = {self._size} on a CPU needs memory that can be sealed against later writers (Linux 5.1): "
+                    f"{error.strerror}; set it to 1"
+                ) from error
         self._collectives = Collectives(Shard(0, self._size), self._store.port, self._device)
         return self._collectives.all_reduce
 

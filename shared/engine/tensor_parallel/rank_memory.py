@@ -4,7 +4,8 @@ So a block has all its heads in one place, as in an engine of one rank, and whoe
 alone: the KV transfer (to engines of any degree, with one lease, one checksum and one commit for all ranks), copies of blocks, the host
 tier. Of several ranks that hold the same head each writes it, with the same numbers.
 
-A sum over all ranks ends each half of a layer, so when the first rank has the result of a step, or of a layer, all KV of it stands here;
+A sum over all ranks ends each half of a layer (of nothing, where no row of the last one is wanted), so when the first rank has the result
+of a step, or of a layer, all KV of it stands here;
 and other ranks read what came from elsewhere only in a step that they are told of afterwards.
 """
 

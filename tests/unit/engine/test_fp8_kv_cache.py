@@ -13,7 +13,8 @@ from test_engine_core import engine_for, greedy
 from tiny_models import with_changes, write_tiny_hf
 
 from kernels import reference
-from shared.config import Settings
+from services.local.stack import Stack, StackPlan
+from shared.config import Settings, load_settings
 from shared.engine.attention_metadata import AttentionMetadata
 from shared.engine.device import select_kv_dtype
 from shared.engine.kv_cache import KVCache, kv_dtype_name
@@ -74,6 +75,15 @@ def test_who_holds_fp8_sends_to_its_like_and_to_wider_types_which_lose_nothing()
     fp8, bf16, fp32 = (KVFormat(kv_dtype_name(dtype), 16) for dtype in (FP8, torch.bfloat16, torch.float32))
     assert fp8.can_send_to(fp8) and fp8.can_send_to(bf16) and fp8.can_send_to(fp32)
     assert not bf16.can_send_to(fp8)
+
+
+def test_decode_workers_alone_cannot_have_it_since_nobody_could_send_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEWIRE_DECODE_KV_CACHE_DTYPE", "fp8")
+    with pytest.raises(ConfigurationError, match="kv_cache_dtype fp8 for decode alone"):
+        Stack(StackPlan(load_settings("router"), 1, 1, None, is_json=True))._check_roles_agree()
+    Stack(StackPlan(load_settings("router"), 0, 1, None, is_json=True))._check_roles_agree()  # computes its prompts itself
+    monkeypatch.setenv("PAGEWIRE_PREFILL_KV_CACHE_DTYPE", "fp8")
+    Stack(StackPlan(load_settings("router"), 1, 1, None, is_json=True))._check_roles_agree()
 
 
 @pytest.mark.parametrize(("dtype", "device"), [(torch.float32, "cpu"), (torch.bfloat16, "cpu"), (torch.float32, "cuda")])

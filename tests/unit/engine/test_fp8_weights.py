@@ -19,6 +19,7 @@ from shared.engine.layers.fp8_linear import FP8Linear, FP8Weight
 from shared.engine.layers.linear import Weights, take_linear
 from shared.engine.models.registry import build_model
 from shared.engine.rotary import RotaryTables
+from shared.engine.tensor_parallel.sharding import Shard
 from shared.engine.weights import load_weights
 from shared.errors import ConfigurationError, ModelLoadError
 from shared.model_files import model_source
@@ -136,6 +137,20 @@ def test_projections_of_one_input_stand_side_by_side_so_that_they_are_one_withou
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_ranks_hold_parts_of_the_weights_that_one_rank_holds(tmp_path: Path, load_format: Any) -> None:
+    write_tiny_hf(tmp_path)
+    source = resolve_model(str(tmp_path), load_format)
+    whole = load_weights(source, torch.float32, "cpu", quantization="fp8").fp8
+    for rank in range(2):
+        shard = Shard(rank, 2)
+        parts = load_weights(source, torch.float32, "cpu", shard=shard, quantization="fp8").fp8
+        assert parts.keys() == whole.keys()
+        for name, part in parts.items():
+            expected = shard.part_of(name, whole[name].expanded(torch.float32), source.config)
+            assert torch.equal(part.expanded(torch.float32), expected), name
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
 def test_matrices_of_layers_take_a_byte_an_item_and_never_stand_twice(
     tmp_path: Path, load_format: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,3 +224,5 @@ def test_one_role_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEWIRE_DECODE_QUANTIZATION", "fp8")
     with pytest.raises(ConfigurationError, match="quantization must be the same"):
         Stack(StackPlan(load_settings("router"), 1, 1, None, is_json=True))._check_roles_agree()
+    for_all = load_settings("router", quantization="fp8")  # as an option of the command
+    Stack(StackPlan(for_all, 1, 1, None, is_json=True))._check_roles_agree()
