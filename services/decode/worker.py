@@ -618,7 +618,10 @@ class DecodeWorker(WorkerLoop):
         ))  # fmt: skip
 
     def on_step_failed(self, output: SchedulerOutput, error: Exception) -> None:
-        for job in {self._sequences[row.request.request_id].job for row in output.scheduled}:
+        running = self.engine.scheduler.running
+        # A step that was queued ahead may have rows of requests that have ended since.
+        request_ids = [row.request.request_id for row in output.scheduled if running.get(row.request.request_id) is row.request]
+        for job in {self._sequences[request_id].job for request_id in request_ids}:
             self._end(job.request.request_id, f"decode step failed: {error}", "internal")
 
     def fail_all(self, reason: str) -> None:

@@ -26,20 +26,21 @@ class BlockTableRows:
         self._free = list(range(max_num_rows))
 
     def rows_of(self, request_ids: Sequence[str]) -> NDArray[np.int64]:
-        """Where the tables of these requests stand, as they are now."""
+        """Where the tables of these requests, no more than there are rows, stand as they are now."""
         for holder, (first, block_ids) in self._manager.take_changes().items():
             row = self._rows.get(holder)
             if row is not None:
                 self.matrix[row, first : first + len(block_ids)] = block_ids
         for request_id in request_ids:
             if request_id not in self._rows:
-                self._enter(request_id)
+                self._enter(request_id, request_ids)
         return np.fromiter((self._rows[request_id] for request_id in request_ids), np.int64, len(request_ids))
 
-    def _enter(self, request_id: str) -> None:
+    def _enter(self, request_id: str, in_step: Sequence[str]) -> None:
         if not self._free:
-            for gone in [known for known in self._rows if not self._manager.holds(known)]:
-                self._free.append(self._rows.pop(gone))
+            # Those that are gone, or hold blocks and sit this step out: of these there may be more than rows.
+            for other in self._rows.keys() - set(in_step):
+                self._free.append(self._rows.pop(other))
         row = self._rows[request_id] = self._free.pop()
         block_ids = self._manager.block_ids(request_id)
         self.matrix[row, : len(block_ids)] = block_ids

@@ -79,6 +79,7 @@ class OverlappedDecode:
                 sources.append(source)
         if not scheduled or scheduler.waiting or len(scheduler.running) != num_alive:
             return None
+        self._manager.begin_step()
         for after in scheduled:
             if after.start % self._manager.block_size == 0 and not self._manager.grow(after.request, num_ahead=1):
                 return None

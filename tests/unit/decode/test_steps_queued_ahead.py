@@ -10,9 +10,12 @@ import torch
 from decode_harness import DecodeHarness
 from tiny_models import TINY_CONFIG, write_tiny_hf
 
-from shared.engine.decode_batch import DecodeBatch
+from shared.cache.block_pool import BlockPool
+from shared.cache.kv_cache_manager import KVCacheManager
+from shared.engine.decode_batch import BlockTableRows, DecodeBatch
 from shared.engine.overlapped_decode import LaunchedStep, OverlappedDecode
 from shared.model_files.model_source import ModelSource, resolve_model
+from shared.request import Request
 
 VOCAB = TINY_CONFIG.tokenizer_vocab_size
 
@@ -137,6 +140,68 @@ def test_a_step_that_fails_ends_its_requests_and_leaves_nothing(
         decode.run()
         assert len(decode.answers("c")[0]) == 8
         assert decode.num_used == 0
+
+
+@pytest.mark.parametrize("ends_by", ["an abort", "its last token"])
+def test_a_step_that_fails_after_one_of_its_requests_has_ended_takes_only_the_others(
+    source: ModelSource, monkeypatch: pytest.MonkeyPatch, ends_by: str
+) -> None:
+    with DecodeHarness(source, async_scheduling=True) as decode:
+        decode.submit("goes", [5] * 9, max_tokens=30, temperature=0.0, ignore_eos=True)
+        while len(decode.outputs("goes")) < 30:
+            decode.turn()
+        stop = next(token for token in decode.answers("goes")[0][4:] if token not in decode.answers("goes")[0][:4])
+        decode.run()
+        decode.sent.clear()
+        fields = {"stop_token_ids": (stop,)} if ends_by == "its last token" else {}
+        decode.submit("goes", [5] * 9, max_tokens=30, temperature=0.0, ignore_eos=True, **fields)
+        decode.submit("stays", [6] * 5, max_tokens=30, temperature=0.0, ignore_eos=True)
+        for _ in range(4):
+            decode.turn()
+        if ends_by == "an abort":
+            decode.abort("goes")
+            decode.worker._drain_inbox()
+        else:
+            while "goes" in decode.worker._jobs:
+                decode.turn()
+        launched = decode.worker._launched
+        assert launched is not None and "goes" in {row.request.request_id for row in launched.output.scheduled}
+
+        def fail(batch: DecodeBatch, previous: torch.Tensor | None = None) -> torch.Tensor:
+            raise RuntimeError("injected")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(decode.worker.engine.runner, "decode", fail)
+            decode.run()
+        assert [failure.request_id for failure in decode.failures()] == ["stays"]
+        assert decode.num_used == 0
+        decode.submit("next", [7] * 9, max_tokens=8, ignore_eos=True)
+        decode.run()
+        assert len(decode.answers("next")[0]) == 8
+
+
+def test_every_step_queued_ahead_may_store_what_it_evicts(source: ModelSource) -> None:
+    with DecodeHarness(source, async_scheduling=True, num_blocks=16, kv_host_cache_gib=0.01) as decode:
+        tier = decode.worker.engine.manager.host_tier
+        assert tier is not None
+        decode.submit("cached", [5] * 9, max_tokens=50, ignore_eos=True)
+        decode.run()
+        tier._max_blocks_per_step = 1
+        decode.submit("evicts", [6] * 9, max_tokens=50, ignore_eos=True)
+        decode.run()
+        assert tier.counters["kv_host_stored_blocks"] > 8
+        assert tier.counters["kv_host_dropped_blocks"] <= 2, "the prompt's own step takes three blocks and may store one"
+
+
+def test_a_table_finds_a_row_while_others_that_hold_blocks_sit_the_step_out() -> None:
+    manager = KVCacheManager(BlockPool(12), 4, b"root")
+    tables = BlockTableRows(manager, max_num_rows=2, max_num_blocks=3)
+    for name, length in (("a", 5), ("b", 9), ("c", 12)):
+        assert manager.reserve(Request(name, [len(name)] * length, arrival_s=0.0, deadline_at_s=1.0)) is not None
+    for step in (["a", "b"], ["c"], ["a", "c"], ["b", "c"], ["b", "a"]):
+        for name, row in zip(step, tables.rows_of(step), strict=True):
+            block_ids = manager.block_ids(name)
+            assert tables.matrix[row, : len(block_ids)].tolist() == block_ids
 
 
 def test_a_request_of_the_same_name_is_not_taken_for_one_that_was_aborted(source: ModelSource) -> None:
