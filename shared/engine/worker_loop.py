@@ -192,12 +192,14 @@ class WorkerLoop(ABC):
                 self._turn()
         finally:
             self._lease.close()
-            if self.engine.overlapped is not None:
-                self.engine.overlapped.abandon()
-            self.fail_all("the worker is shutting down")
-            self.close_transport()
-            self.rpc.close()
-            self.engine.close()
+            try:
+                if self.engine.overlapped is not None:
+                    self.engine.overlapped.abandon()
+            finally:  # a device that is broken cannot be waited for
+                self.fail_all("the worker is shutting down")
+                self.close_transport()
+                self.rpc.close()
+                self.engine.close()
 
     def stop(self) -> None:
         """From any thread or a signal handler."""

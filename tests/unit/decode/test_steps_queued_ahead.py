@@ -180,6 +180,26 @@ def test_a_step_that_fails_after_one_of_its_requests_has_ended_takes_only_the_ot
         assert len(decode.answers("next")[0]) == 8
 
 
+def test_a_worker_whose_device_is_broken_still_tells_its_clients(source: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = DecodeHarness(source, async_scheduling=True)
+    worker = decode.worker
+    monkeypatch.setattr(worker._lease, "start", lambda: None)
+    monkeypatch.setattr(worker._lease, "close", lambda: None)
+    decode.submit("a", [5] * 9, max_tokens=30, ignore_eos=True)
+    for _ in range(4):
+        decode.turn()
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("sticky device error")
+
+    monkeypatch.setattr(worker.engine.runner, "decode", broken)
+    monkeypatch.setattr(worker.engine.runner, "wait", broken)
+    with pytest.raises(RuntimeError, match="sticky"):
+        worker.run()
+    assert [failure.request_id for failure in decode.failures()] == ["a"]
+    assert decode.num_used == 0
+
+
 def test_every_step_queued_ahead_may_store_what_it_evicts(source: ModelSource) -> None:
     with DecodeHarness(source, async_scheduling=True, num_blocks=16, kv_host_cache_gib=0.01) as decode:
         tier = decode.worker.engine.manager.host_tier
