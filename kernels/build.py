@@ -50,9 +50,9 @@ CXX_FLAGS = (
     "-O3", "-std=c++17", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-pthread", "-shared",
 )  # fmt: skip
 MODULES = (
-    "checked_copy", "cpu_thread_pool", "cpu_attention", "cpu_linear", "cpu_elementwise", "cpu_rotary_embedding", "cpu_sampling",
-    "cache_ops", "piece_transfer", "device_memory", "rms_norm", "rotary_embedding", "silu_and_mul", "quantize_rows", "paged_attention",
-    "flash_attention_sm90", "sampling", "skinny_linear",
+    "checked_copy", "cpu_thread_pool", "cpu_attention", "cpu_linear", "cpu_elementwise", "cpu_rotary_embedding", "cpu_decoder_layer",
+    "cpu_sampling", "cache_ops", "piece_transfer", "device_memory", "rms_norm", "rotary_embedding", "silu_and_mul", "quantize_rows",
+    "paged_attention", "flash_attention_sm90", "sampling", "skinny_linear",
 )  # fmt: skip
 """Files of this package that name, in `libraries()`, what a server may load."""
 

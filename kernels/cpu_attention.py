@@ -9,7 +9,7 @@ import ctypes
 import functools
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 import numpy as np
@@ -30,7 +30,7 @@ times faster though it gathers (bench/kernels/cpu_attention.py --dtype bfloat16)
 
 
 class _Arguments(ctypes.Structure):
-    """Mirrors `Arguments` of kernels/csrc/cpu_attention.cpp."""
+    """Mirrors `AttentionArguments` of kernels/csrc/cpu_attention.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "key_cache", "value_cache", "out")),
@@ -44,8 +44,7 @@ class _Arguments(ctypes.Structure):
     )
 
 
-_Launcher = Callable[[object], bytes | None]
-_launchers: dict[tuple[torch.dtype, int], _Launcher | None] = {}
+_launchers: dict[tuple[torch.dtype, int], ctypes._NamedFuncPointer | None] = {}
 _lock = threading.Lock()
 
 
@@ -65,10 +64,11 @@ def libraries() -> list[Library]:
 
 def prepare(dtype: torch.dtype, head_dim: int) -> bool:
     """Build and load the kernel, once; seconds where it was never built, so not while a request waits. False: torch will serve."""
-    return _launcher(dtype, head_dim) is not None
+    return kernel(dtype, head_dim) is not None
 
 
-def _launcher(dtype: torch.dtype, head_dim: int) -> _Launcher | None:
+def kernel(dtype: torch.dtype, head_dim: int) -> ctypes._NamedFuncPointer | None:
+    """None: there is none, or it cannot be built here."""
     if dtype not in _ELEMENTS or head_dim % 2:
         return None
     wanted = (dtype, _factor(head_dim))
@@ -121,6 +121,18 @@ class CPUPagedAttention:
         self._on_torch: SDPAPagedAttention | None = None
         self._chunks: list[tuple[int, int, SDPAPagedAttention]] | None = None
 
+    @property
+    def num_tokens(self) -> int:
+        return int(self._query_start[-1])
+
+    @functools.cached_property
+    def step_address(self) -> int:
+        """Of `AttentionArguments` that say of the step all that is not of one layer."""
+        self._step_arguments = _Arguments(None, None, None, None, *self._addresses, None, run_on_threads(), len(self._seq_lens))
+        self._step_arguments.num_heads, self._step_arguments.num_kv_heads = self._num_heads, self._num_kv_heads
+        self._step_arguments.block_size = self._block_size
+        return ctypes.addressof(self._step_arguments)
+
     def __call__(
         self,
         query: torch.Tensor,
@@ -136,7 +148,7 @@ class CPUPagedAttention:
         head_dim] in the query's dtype, the last two dimensions contiguous, unused slots never read. alibi_slopes: fp32 [num_heads].
         Options as in `reference.paged_attention`. Returns a contiguous tensor like the query."""
         head_dim = query.shape[2]
-        launcher = _launcher(query.dtype, head_dim)
+        launcher = kernel(query.dtype, head_dim)
         if launcher is None:
             return self._without_kernel(query, key_cache, value_cache, scale, alibi_slopes, sliding_window, soft_cap)
         if query.stride()[1:] != (head_dim, 1):

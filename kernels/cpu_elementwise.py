@@ -34,6 +34,12 @@ def _library() -> ctypes.CDLL | None:
     return loaded
 
 
+def kernels() -> tuple[ctypes._NamedFuncPointer, ctypes._NamedFuncPointer] | None:
+    """RMS norm and gated activation. None: they cannot be built here."""
+    library = _library()
+    return None if library is None else (library.cpu_rms_norm, library.cpu_silu_and_mul)
+
+
 def prepare() -> None:
     """Build and load the kernels, once; not while a request waits."""
     _library()

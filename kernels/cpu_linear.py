@@ -26,17 +26,17 @@ FORMATS = {"F32": 0, "F16": 1, "BF16": 2, "Q4_0": 3, "Q4_1": 4, "Q8_0": 5, "Q4_K
 
 
 class _Weight(ctypes.Structure):
-    """Mirrors `Weight` of kernels/csrc/cpu_linear.cpp."""
+    """Mirrors `Weight` of kernels/csrc/cpu_linear.h."""
 
     _fields_ = (("panels", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("num_outputs", "num_inputs", "format")))
 
 
 class _Arguments(ctypes.Structure):
-    """Mirrors `Arguments` of kernels/csrc/cpu_linear.cpp."""
+    """Mirrors `LinearArguments` of kernels/csrc/cpu_linear.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weight", "x", "bias", "out", "run_on_threads")),
-        *((name, ctypes.c_int64) for name in ("num_rows", "x_stride", "out_stride", "num_threads")),
+        *((name, ctypes.c_int64) for name in ("num_rows", "x_stride", "out_stride", "num_threads", "is_added")),
     )
 
 
@@ -61,6 +61,12 @@ def _library() -> ctypes.CDLL | None:
     loaded.cpu_linear_pack.restype = loaded.cpu_linear_rows.restype = None
     loaded.cpu_linear_rows.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
     return loaded
+
+
+def kernel() -> ctypes._NamedFuncPointer | None:
+    """None: it cannot be built here."""
+    library = _library()
+    return None if library is None else library.cpu_linear
 
 
 def prepare() -> bool:
@@ -134,9 +140,14 @@ class PackedWeight:
     def nbytes(self) -> int:
         return len(self._panels)
 
-    def linear(self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        """out = x W^T + bias. x: [num_rows, num_inputs], out: [num_rows, num_outputs], both with contiguous rows; bias: [num_outputs]. All
-        fp32 on the CPU. Raises ValueError."""
+    @property
+    def address(self) -> int:
+        """Of the kernel's `Weight`, which lives as long as this object."""
+        return self._address
+
+    def linear(self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None, *, is_added: bool = False) -> None:
+        """out = x W^T + bias, or with `is_added` out += that. x: [num_rows, num_inputs], out: [num_rows, num_outputs], both with contiguous
+        rows; bias: [num_outputs]. All fp32 on the CPU. Raises ValueError."""
         num_outputs, num_inputs = self.shape
         num_rows = len(x)
         _check_rows("x", x, num_rows, num_inputs)
@@ -145,7 +156,7 @@ class PackedWeight:
             raise ValueError(f"bias must be contiguous float32 [{num_outputs}], not {bias.dtype} {list(bias.shape)}")
         arguments = _Arguments(
             self._address, x.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(), run_on_threads(),
-            num_rows, x.stride(0), out.stride(0), torch.get_num_threads(),
+            num_rows, x.stride(0), out.stride(0), torch.get_num_threads(), is_added,
         )  # fmt: skip
         check(self._library.cpu_linear(ctypes.byref(arguments)))
 

@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Arguments(ctypes.Structure):
-    """Mirrors `Arguments` of kernels/csrc/cpu_rotary_embedding.cpp."""
+    """Mirrors `RotaryArguments` of kernels/csrc/cpu_rotary_embedding.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "positions", "slots", "cos", "sin", "key_cache", "value_cache")),
@@ -41,33 +41,34 @@ def _library(dtype: torch.dtype) -> Library:
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype) -> ctypes._NamedFuncPointer | None:
+def kernel(dtype: torch.dtype) -> ctypes._NamedFuncPointer | None:
+    """None: it cannot be built here."""
     try:
-        kernel = load(_library(dtype)).cpu_rotary_embedding_and_cache
+        loaded = load(_library(dtype)).cpu_rotary_embedding_and_cache
         run_on_threads()
     except (KernelBuildError, OSError) as error:
         _log.warning("rotary embedding on the CPU runs on torch, which is slower for chunks: %s", error)
         return None
-    kernel.argtypes, kernel.restype = [ctypes.c_void_p], ctypes.c_int64
-    return kernel
+    loaded.argtypes, loaded.restype = [ctypes.c_void_p], ctypes.c_int64
+    return loaded
 
 
 def prepare(dtype: torch.dtype) -> None:
     """Build and load the kernel, once; not while a request waits."""
-    _kernel(dtype)
+    kernel(dtype)
 
 
 def rotate(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
     """`rotary_embedding`. False: nothing was done, torch has to. Raises IndexError for a position that does not exist."""
-    kernel = _kernel(query.dtype)
-    if kernel is None:
+    launcher = kernel(query.dtype)
+    if launcher is None:
         return False
     arguments = _Arguments(
         query.data_ptr(), key.data_ptr(), None, positions.data_ptr(), None, cos.data_ptr(), sin.data_ptr(), None, None, run_on_threads(),
         *query.stride()[:2], *key.stride()[:2], 0, 0, 0, 0, 0, 0,
         len(cos), 0, len(query), 0, query.shape[1], key.shape[1], query.shape[2], 2 * cos.shape[1], 1, torch.get_num_threads(),
     )  # fmt: skip
-    wrong = kernel(ctypes.byref(arguments))
+    wrong = launcher(ctypes.byref(arguments))
     if wrong >= 0:
         raise outside(wrong, positions, len(cos), None, 0)
     return True
@@ -110,8 +111,8 @@ def rotate_and_cache(
         and positions.is_contiguous() and slot_mapping.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
     ):  # fmt: skip
         return False
-    kernel = _kernel(dtype)
-    if kernel is None:
+    launcher = kernel(dtype)
+    if launcher is None:
         return False
     arguments = _Arguments(
         query.data_ptr(), key.data_ptr(), value.data_ptr(), positions.data_ptr(), slot_mapping.data_ptr(), cos.data_ptr(), sin.data_ptr(),
@@ -120,7 +121,7 @@ def rotate_and_cache(
         len(cos), num_blocks * block_size, num_tokens, len(slot_mapping), num_heads, num_kv_heads, head_dim, 2 * cos.shape[1], block_size,
         torch.get_num_threads(),
     )  # fmt: skip
-    wrong = kernel(ctypes.byref(arguments))
+    wrong = launcher(ctypes.byref(arguments))
     if wrong >= 0:
         raise outside(wrong, positions, len(cos), slot_mapping, num_blocks * block_size)
     return True

@@ -21,7 +21,7 @@
 #include <utility>
 #include <vector>
 
-#include "cpu_thread_pool.h"
+#include "cpu_attention.h"
 #include "cpu_vectors.h"
 
 #ifndef ELEMENT
@@ -41,6 +41,7 @@ constexpr int COLUMNS = 2;
 #endif
 constexpr int ROWS = 6;             // rows of a register tile
 constexpr int TILE_KEYS = 64;       // keys between two rescalings
+constexpr int BLOCK_ROWS = 4 * ROWS;  // query rows whose scores, sums and queries stay in the first-level cache with a tile of keys
 constexpr int PART_TOKENS = 256;    // keys of one decode task
 constexpr int TILE_ROWS = 192;      // query rows (tokens x heads of the group) of one prefill task
 constexpr int INLINE_ELEMENTS = 1 << 15;  // less K and V than this is not worth waking a thread
@@ -51,24 +52,7 @@ constexpr int LANES = HEAD_DIM_FACTOR < NATIVE ? HEAD_DIM_FACTOR : NATIVE;  // o
 
 }  // namespace
 
-// Mirrored field by field in kernels/cpu_attention.py.
-struct Arguments {
-    const void *query, *key_cache, *value_cache;
-    void* out;
-    const int32_t* blocks;        // all block tables, one after the other
-    const int64_t* first_block;   // [num_seqs] where each table begins in `blocks`
-    const int64_t* query_start;   // [num_seqs] first row of each in the query
-    const int64_t* query_lens;    // [num_seqs]
-    const int64_t* seq_lens;      // [num_seqs]
-    const float* alibi_slopes;    // [num_heads] or null
-    RunOnThreads run_on_threads;
-    int64_t num_seqs, num_heads, num_kv_heads, head_dim, block_size;
-    int64_t query_stride;                        // elements between tokens; heads are head_dim apart
-    int64_t cache_block_stride, cache_head_stride;  // elements, the same for K and V
-    int64_t sliding_window;                      // keys a query sees, itself included; 0: all
-    int64_t num_threads;
-    float scale, soft_cap;                       // soft_cap 0: none
-};
+typedef AttentionArguments Arguments;
 
 namespace {
 
@@ -180,12 +164,12 @@ inline void product_rows(const float* left, int64_t left_stride, Right right, in
     rows(std::integral_constant<int, 1>());
 }
 
-// Soft cap (on the scaled product), then ALiBi; in place over TILE_KEYS scores of one row.
-inline void bend(const Arguments& a, float* scores, int64_t head, int64_t query_position, int64_t first_key) {
+// Soft cap (on the scaled product), then ALiBi; in place over `size` scores of one row, whole vectors.
+inline void bend(const Arguments& a, float* scores, int size, int64_t head, int64_t query_position, int64_t first_key) {
     constexpr int W = NATIVE;
     if (a.soft_cap > 0) {
         float inverse = 1.0f / a.soft_cap;
-        for (int t = 0; t < TILE_KEYS; t += W) {
+        for (int t = 0; t < size; t += W) {
             F<W> x = load<W>(scores + t) * (2.0f * inverse);
             x = x > 60.0f ? F<W>{} + 60.0f : x;
             x = x < -60.0f ? F<W>{} - 60.0f : x;
@@ -194,25 +178,28 @@ inline void bend(const Arguments& a, float* scores, int64_t head, int64_t query_
     }
     if (a.alibi_slopes) {
         float slope = a.alibi_slopes[head];
-        for (int t = 0; t < TILE_KEYS; t++) scores[t] += slope * (float)(first_key + t - query_position);
+        for (int t = 0; t < size; t++) scores[t] += slope * (float)(first_key + t - query_position);
     }
 }
 
-// Online softmax of one row over keys [begin, end) of the tile: scores become exp(score - max). Returns what earlier sums are worth now.
-inline float soften(float* scores, int begin, int end, float& max, float& normaliser) {
+inline int whole_vectors(int count) { return (count + NATIVE - 1) / NATIVE * NATIVE; }
+
+// Online softmax of one row over keys [begin, end) of the tile: its first `size` scores, whole vectors, become exp(score - max). Returns what
+// earlier sums are worth now.
+inline float soften(float* scores, int size, int begin, int end, float& max, float& normaliser) {
     constexpr int W = NATIVE;
     for (int t = 0; t < begin; t++) scores[t] = LOWEST;
-    for (int t = end; t < TILE_KEYS; t++) scores[t] = LOWEST;
+    for (int t = end; t < size; t++) scores[t] = LOWEST;
     F<W> most = load<W>(scores);
-    for (int t = W; t < TILE_KEYS; t += W) most = larger<W>(most, load<W>(scores + t));
+    for (int t = W; t < size; t += W) most = larger<W>(most, load<W>(scores + t));
     float new_max = std::max(max, largest<W>(most));
     // Nothing seen yet, or nothing but NaN, which no maximum shows and which must not come out as zeros.
     if (new_max == LOWEST && std::none_of(scores + begin, scores + end, [](float x) { return x != x; })) {
-        memset(scores, 0, TILE_KEYS * sizeof(float));
+        memset(scores, 0, size * sizeof(float));
         return 1.0f;
     }
     F<W> total = {};
-    for (int t = 0; t < TILE_KEYS; t += W) {
+    for (int t = 0; t < size; t += W) {
         F<W> p = exp<W>(load<W>(scores + t) - new_max);
         store<W>(scores + t, p);
         total += p;
@@ -260,10 +247,10 @@ void decode(Plan& plan, const Task& task) {
             for (int g = 0; g < num_rows; g++) {
                 float* row = scores + (g0 + g) * TILE_KEYS;
                 if (a.soft_cap > 0 || a.alibi_slopes) {
-                    for (int t = count; t < TILE_KEYS; t++) row[t] = 0;
-                    bend(a, row, task.kv_head * group + g0 + g, position, first);
+                    for (int t = count; t < whole_vectors(count); t++) row[t] = 0;
+                    bend(a, row, whole_vectors(count), task.kv_head * group + g0 + g, position, first);
                 }
-                factors[g] = soften(row, 0, count, max[g0 + g], normaliser[g0 + g]);
+                factors[g] = soften(row, whole_vectors(count), 0, count, max[g0 + g], normaliser[g0 + g]);
             }
             product_rows<LANES>(scores + g0 * TILE_KEYS, TILE_KEYS, [&](int t) { return value_rows[t]; }, count, sums + g0 * d, d, factors, d, num_rows);
         }
@@ -355,24 +342,30 @@ void prefill(Plan& plan, const Task& task) {
         for (int t = 0; t < count; t++) prefetch(value_rows[t], d * (int64_t)sizeof(E));
         // Query tokens before this tile's first key see none of it.
         const int skipped = (int)std::max<int64_t>(0, first - context - task.first);
-        const int from = (int)(skipped * group), rows = num_rows - from;
-        product_rows<NATIVE>(query + from * d, d, [&](int j) { return packed_keys + (int64_t)j * TILE_KEYS; }, (int)d, scores + from * TILE_KEYS,
-                             TILE_KEYS, nullptr, TILE_KEYS, rows);
-        for (int r = from; r < num_rows; r++) {
-            const int64_t position = context + task.first + r / group;
-            float* row = scores + (int64_t)r * TILE_KEYS;
-            if (a.soft_cap > 0 || a.alibi_slopes) bend(a, row, task.kv_head * group + r % group, position, first);
-            const int end = (int)std::min<int64_t>(count, std::max<int64_t>(0, position + 1 - first));
-            const int begin = a.sliding_window ? (int)std::min<int64_t>(end, std::max<int64_t>(0, position + 1 - a.sliding_window - first)) : 0;
-            factors[r] = soften(row, begin, end, max[r], normaliser[r]);
-        }
-        if constexpr (std::is_same<E, float>::value) {
-            product_rows<LANES>(scores + from * TILE_KEYS, TILE_KEYS, [&](int t) { return value_rows[t]; }, count, sums + from * d, d, factors + from, d, rows);
-        } else {
+        if constexpr (!std::is_same<E, float>::value) {
             for (int t = 0; t < count; t++)
                 for (int64_t j = 0; j < d; j += LANES) store<LANES>(packed_values + t * d + j, load<LANES>(value_rows[t] + j));
-            product_rows<LANES>(scores + from * TILE_KEYS, TILE_KEYS, [&](int t) { return packed_values + (int64_t)t * d; }, count, sums + from * d, d,
-                            factors + from, d, rows);
+        }
+        for (int from = (int)(skipped * group); from < num_rows; from += BLOCK_ROWS) {
+            const int rows = std::min(BLOCK_ROWS, num_rows - from);
+            // What the block's last row sees of the tile: no product is formed with later keys.
+            const int seen = (int)std::min<int64_t>(count, context + task.first + (from + rows - 1) / group + 1 - first), size = whole_vectors(seen);
+            float* block_scores = scores + (int64_t)from * TILE_KEYS;
+            product_rows<NATIVE>(query + from * d, d, [&](int j) { return packed_keys + (int64_t)j * TILE_KEYS; }, (int)d, block_scores, TILE_KEYS,
+                                 nullptr, size, rows);
+            for (int r = from; r < from + rows; r++) {
+                const int64_t position = context + task.first + r / group;
+                float* row = scores + (int64_t)r * TILE_KEYS;
+                if (a.soft_cap > 0 || a.alibi_slopes) bend(a, row, size, task.kv_head * group + r % group, position, first);
+                const int end = (int)std::min<int64_t>(count, position + 1 - first);
+                const int begin = a.sliding_window ? (int)std::min<int64_t>(end, std::max<int64_t>(0, position + 1 - a.sliding_window - first)) : 0;
+                factors[r] = soften(row, size, begin, end, max[r], normaliser[r]);
+            }
+            auto add = [&](auto value) {
+                product_rows<LANES>(block_scores, TILE_KEYS, value, seen, sums + from * d, d, factors + from, d, rows);
+            };
+            if constexpr (std::is_same<E, float>::value) add([&](int t) { return value_rows[t]; });
+            else add([&](int t) { return packed_values + (int64_t)t * d; });
         }
     }
     for (int i = 0; i < num_tokens; i++)

@@ -6,13 +6,13 @@
 //
 // W lies in panels of PANEL outputs. A panel is a sequence of groups of k; a group holds its scales and minima, then words of 32 bits, one
 // for each output, with 8 (4 bits) or 4 (8 bits) consecutive k. Few rows: a panel's weights are expanded in registers and used at once.
-// More: into a tile that stays in the first-level cache, for register-blocked products with all rows.
+// More: the first few use them so, and leave them in a tile that stays in the first-level cache for register-blocked products with the others.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <vector>
 
-#include "cpu_thread_pool.h"
+#include "cpu_linear.h"
 #include "cpu_vectors.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -27,11 +27,12 @@ constexpr int TILE_ROWS = 12;        // 24 sums and their operands in 32 registe
 #else
 constexpr int TILE_ROWS = 6;
 #endif
-constexpr int DIRECT_ROWS = 4;       // up to here weights are used from registers
+constexpr int DIRECT_ROWS = 6;       // up to here all rows use weights from registers
+constexpr int FIRST_ROWS = 4;        // of more: those that do, which leaves registers for what expands them
 constexpr int TILE_K = 4096 / PANEL; // 16 KiB of fp32
 constexpr int MAX_BLOCK_ROWS = 132;  // rows x TILE_K stay in the second-level cache
 constexpr int TASK_PANELS = 8;       // most panels of a task
-constexpr int TASKS_PER_THREAD = 4;
+constexpr int TASK_SHARE = 2;        // a task is at most this part of what is left for each thread, so that all end at about the same time
 constexpr int PREFETCH_BYTES = 1024; // ahead: the processor's own prefetching stops at the end of each page
 typedef Vector<W>::I I;
 typedef Vector<W>::U U;
@@ -86,19 +87,7 @@ template <typename E> struct Plain {
 
 }  // namespace
 
-// Mirrored field by field in kernels/cpu_linear.py.
-struct Weight {
-    char* panels;
-    int64_t num_outputs, num_inputs, format;
-};
-struct Arguments {
-    const Weight* weight;
-    const float* x;     // [num_rows, num_inputs]
-    const float* bias;  // [num_outputs] or null
-    float* out;         // [num_rows, num_outputs]
-    RunOnThreads run_on_threads;
-    int64_t num_rows, x_stride, out_stride, num_threads;
-};
+typedef LinearArguments Arguments;
 
 namespace {
 
@@ -139,10 +128,39 @@ template <int R> void multiply_rows(int num_rows, const float* x, int64_t stride
     else if constexpr (R > 1) multiply_rows<R - 1>(num_rows, x, stride, tile, count, sums);
 }
 
+// What `direct` does for a part of k, for the first of many rows: the expanded weights stay in `tile` for the others.
+template <class Format> void expand(const char* group, const float* x, int64_t stride, int count, float* tile, float* sums) {
+    constexpr int R = FIRST_ROWS;
+    V total[R][VECTORS];
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < VECTORS; v++) total[r][v] = load<W>(sums + r * PANEL + v * W);
+    for (int first = 0; first < count; first += Format::GROUP, group += Format::GROUP_BYTES)
+        Format::template each<1>(&group, [&](int, int k, const V* w) {
+            for (int v = 0; v < VECTORS; v++) store<W>(tile + (first + k) * PANEL + v * W, w[v]);
+            for (int r = 0; r < R; r++)
+                for (int v = 0; v < VECTORS; v++) total[r][v] += w[v] * x[r * stride + first + k];
+        });
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < VECTORS; v++) store<W>(sums + r * PANEL + v * W, total[r][v]);
+}
+
 struct Plan {
     const Arguments& a;
-    int64_t num_panels, num_blocks, block_rows, task_panels;
-    std::atomic<int64_t> next{0};
+    int64_t num_panels, num_blocks;
+    std::atomic<int64_t> next{0};  // panel, counted over all blocks
+
+    // Whole pairs of panels, since a single row takes two at once. Returns how many from `first` on; 0: nothing is left.
+    int64_t take(int64_t& first) {
+        int64_t count;
+        first = next.load(std::memory_order_relaxed);
+        do {
+            const int64_t left = num_panels * num_blocks - first;
+            if (left <= 0) return 0;
+            count = std::max<int64_t>(1, std::min<int64_t>(TASK_PANELS, left / (TASK_SHARE * a.num_threads)) / 2) * 2;
+            count = std::min(count, num_panels - first % num_panels);
+        } while (!next.compare_exchange_weak(first, first + count, std::memory_order_relaxed));
+        return count;
+    }
 };
 
 inline void finish(const Arguments& a, int64_t row, int64_t panel, const float* sums) {
@@ -150,10 +168,16 @@ inline void finish(const Arguments& a, int64_t row, int64_t panel, const float* 
     float* out = a.out + row * a.out_stride + first;
     const float* bias = a.bias ? a.bias + first : nullptr;
     if (count < PANEL) {
-        for (int64_t i = 0; i < count; i++) out[i] = bias ? sums[i] + bias[i] : sums[i];
+        for (int64_t i = 0; i < count; i++) {
+            const float result = bias ? sums[i] + bias[i] : sums[i];
+            out[i] = a.is_added ? out[i] + result : result;
+        }
         return;
     }
-    for (int i = 0; i < PANEL; i += W) store<W>(out + i, bias ? load<W>(sums + i) + load<W>(bias + i) : load<W>(sums + i));
+    for (int i = 0; i < PANEL; i += W) {
+        const V result = bias ? load<W>(sums + i) + load<W>(bias + i) : load<W>(sums + i);
+        store<W>(out + i, a.is_added ? load<W>(out + i) + result : result);
+    }
 }
 
 template <class Format, int R, int N> int64_t direct_panels(const Plan& plan, int64_t panel, int64_t end) {
@@ -169,27 +193,27 @@ template <class Format, int R, int N> int64_t direct_panels(const Plan& plan, in
     return panel;
 }
 
-template <class Format> void tiled(const Plan& plan, int64_t first_row, int64_t panel, int64_t end) {
+template <class Format> void tiled(const Plan& plan, int64_t block, int64_t panel, int64_t end) {
     const Arguments& a = plan.a;
     const int64_t num_inputs = a.weight->num_inputs, panel_bytes = num_inputs / Format::GROUP * Format::GROUP_BYTES;
-    const int num_rows = (int)std::min(plan.block_rows, a.num_rows - first_row);
+    // Blocks and tiles of about the same size; a block has more than FIRST_ROWS.
+    const int64_t first_row = a.num_rows * block / plan.num_blocks;
+    const int num_rows = (int)(a.num_rows * (block + 1) / plan.num_blocks - first_row);
     thread_local std::vector<float> memory;
     float* tile = scratch(memory, (size_t)TILE_K * PANEL + (size_t)(end - panel) * num_rows * PANEL);
     float* sums = tile + TILE_K * PANEL;  // [panels, rows, PANEL]
     memset(sums, 0, (size_t)(end - panel) * num_rows * PANEL * sizeof(float));
-    const int num_tiles = (num_rows + TILE_ROWS - 1) / TILE_ROWS;
+    const int tiled_rows = num_rows - FIRST_ROWS, num_tiles = (tiled_rows + TILE_ROWS - 1) / TILE_ROWS;
     for (int64_t first = 0; first < num_inputs; first += TILE_K) {
         const int count = (int)std::min<int64_t>(TILE_K, num_inputs - first);
         for (int64_t p = panel; p < end; p++) {
             const char* group = a.weight->panels + p * panel_bytes + first / Format::GROUP * Format::GROUP_BYTES;
-            for (int k0 = 0; k0 < count; k0 += Format::GROUP, group += Format::GROUP_BYTES)
-                Format::template each<1>(&group, [&](int, int k, const V* w) {
-                    for (int v = 0; v < VECTORS; v++) store<W>(tile + (k0 + k) * PANEL + v * W, w[v]);
-                });
             float* of_panel = sums + (p - panel) * num_rows * PANEL;
-            for (int t = 0; t < num_tiles; t++) {  // tiles of about the same size
-                const int from = num_rows * t / num_tiles, to = num_rows * (t + 1) / num_tiles;
-                multiply_rows<TILE_ROWS>(to - from, plan.a.x + (first_row + from) * plan.a.x_stride + first, plan.a.x_stride, tile, count, of_panel + from * PANEL);
+            const float* x = a.x + first_row * a.x_stride + first;
+            expand<Format>(group, x, a.x_stride, count, tile, of_panel);
+            for (int t = 0; t < num_tiles; t++) {
+                const int from = FIRST_ROWS + tiled_rows * t / num_tiles, to = FIRST_ROWS + tiled_rows * (t + 1) / num_tiles;
+                multiply_rows<TILE_ROWS>(to - from, x + from * a.x_stride, a.x_stride, tile, count, of_panel + from * PANEL);
             }
         }
     }
@@ -199,10 +223,9 @@ template <class Format> void tiled(const Plan& plan, int64_t first_row, int64_t 
 
 template <class Format> void work(void* data) {
     Plan& plan = *(Plan*)data;
-    const int64_t tasks_per_block = (plan.num_panels + plan.task_panels - 1) / plan.task_panels, num_tasks = plan.num_blocks * tasks_per_block;
-    for (int64_t i; (i = plan.next.fetch_add(1, std::memory_order_relaxed)) < num_tasks;) {
-        int64_t panel = i % tasks_per_block * plan.task_panels;
-        const int64_t end = std::min(plan.num_panels, panel + plan.task_panels);
+    for (int64_t first, count; (count = plan.take(first));) {
+        int64_t panel = first % plan.num_panels;
+        const int64_t end = panel + count;
         switch (plan.a.num_rows) {
             case 1:  // two panels at once: else each sum would wait for the one before it
                 panel = direct_panels<Format, 1, 2>(plan, panel, end);
@@ -210,8 +233,10 @@ template <class Format> void work(void* data) {
                 break;
             case 2: direct_panels<Format, 2, 1>(plan, panel, end); break;
             case 3: direct_panels<Format, 3, 1>(plan, panel, end); break;
+            case 4: direct_panels<Format, 4, 1>(plan, panel, end); break;
+            case 5: direct_panels<Format, 5, 1>(plan, panel, end); break;
             case DIRECT_ROWS: direct_panels<Format, DIRECT_ROWS, 1>(plan, panel, end); break;
-            default: tiled<Format>(plan, i / tasks_per_block * plan.block_rows, panel, end);
+            default: tiled<Format>(plan, first / plan.num_panels, panel, end);
         }
     }
 }
@@ -390,12 +415,7 @@ EXPORT void cpu_linear_rows(const Weight* weight, const int64_t* rows, int64_t n
 EXPORT const char* cpu_linear(const Arguments* arguments) {
     const Arguments& a = *arguments;
     if (!a.num_rows) return nullptr;
-    Plan plan{a, (a.weight->num_outputs + PANEL - 1) / PANEL, (a.num_rows + MAX_BLOCK_ROWS - 1) / MAX_BLOCK_ROWS, 0, 0};
-    // Blocks of about the same size, of whole tiles.
-    plan.block_rows = ((a.num_rows + plan.num_blocks - 1) / plan.num_blocks + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
-    const int64_t wanted = (a.num_threads * TASKS_PER_THREAD + plan.num_blocks - 1) / plan.num_blocks;
-    // Even, so that a single row finds pairs of panels.
-    plan.task_panels = std::max<int64_t>(2, std::min<int64_t>(TASK_PANELS, (plan.num_panels + wanted - 1) / wanted + 1) / 2 * 2);
+    Plan plan{a, (a.weight->num_outputs + PANEL - 1) / PANEL, (a.num_rows + MAX_BLOCK_ROWS - 1) / MAX_BLOCK_ROWS};
     bool is_known = with_format(a.weight->format, [&](auto block) { a.run_on_threads(work<decltype(block)>, &plan, (int)a.num_threads); });
     return is_known ? nullptr : "cpu_linear: unknown weight format";
 }

@@ -11,7 +11,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kernels import cpu_attention, cpu_elementwise, cpu_rotary_embedding, cpu_sampling, engine_libraries, gpu_attention, sampling
+from kernels import (
+    cpu_attention,
+    cpu_decoder_layer,
+    cpu_elementwise,
+    cpu_rotary_embedding,
+    cpu_sampling,
+    engine_libraries,
+    gpu_attention,
+    sampling,
+)
 from kernels.checked_copy import compiled_copies
 from shared.available_cpus import available_cpus
 from shared.batch import ScheduledRequest, SchedulerOutput
@@ -139,6 +148,7 @@ class EngineCore:
                 builder.submit(cpu_rotary_embedding.prepare, self.dtype)
                 builder.submit(cpu_sampling.prepare)
                 builder.submit(cpu_elementwise.prepare)
+                builder.submit(cpu_decoder_layer.prepare)
             else:
                 builder.submit(engine_libraries.prepare, self.config.head_dim, self.dtype, self.kv_dtype)
             storage = cpu_storage(settings, self.dtype, self.device)

@@ -111,7 +111,8 @@ def test_rank_of_prefill_lost_in_mid_prompt_is_made_good_by_decode(stack: LocalS
     stack.wait_until(lambda: stack.metric("pagewire:kv_recompute_fallbacks_total", "decode-0") == fallbacks + 1, 5)
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, marks=pytest.mark.long), signal.SIGSTOP])
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_rank_of_decode_lost_in_mid_answer_is_an_error_at_once(stack: LocalStack, number: signal.Signals) -> None:
     request = Background(stack, prompt_of(100, first=50 + number), 6000)
     stack.wait_until(lambda: stack.metric("pagewire:kv_blocks_used", "decode-0") > 10, 10)

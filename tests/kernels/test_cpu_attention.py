@@ -23,7 +23,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     """Every claim holds on both paths: the C++ kernel and the one without a compiler."""
     name: str = request.param
     if name == "torch":
-        monkeypatch.setattr(cpu_attention, "_launcher", lambda dtype, head_dim: None)
+        monkeypatch.setattr(cpu_attention, "kernel", lambda dtype, head_dim: None)
     else:
         need_the_kernel()
     return name

@@ -91,7 +91,7 @@ def test_a_row_does_not_depend_on_its_batch_or_the_threads(num_threads: int) -> 
         torch.set_num_threads(1)
         alone = torch.cat([linear(weight, x[i : i + 1]) for i in range(len(x))])
         torch.set_num_threads(num_threads)
-        for num_rows in (1, 2, 4, 5, 12, 16, 96, 97, 250):
+        for num_rows in (1, 2, 3, 4, 5, 6, 7, 12, 16, 96, 133, 250):
             assert torch.equal(linear(weight, x[:num_rows]), alone[:num_rows]), f"{num_rows} rows"
     finally:
         torch.set_num_threads(before)
@@ -122,6 +122,15 @@ def test_strided_rows_are_read_and_written_in_place() -> None:
     weight.linear(x[:, 32:96], out[:, 10:42])
     assert torch.equal(out[:, 10:42], linear(weight, x[:, 32:96].contiguous()))
     assert not out[:, :10].any() and not out[:, 42:].any()
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 17])
+def test_a_result_can_be_added_to_what_is_there(num_rows: int) -> None:
+    weight = PackedWeight.pack([stored_rows("Q8_0", 37, 64)])
+    x, bias, before = inputs(num_rows, 64), inputs(1, 37)[0], inputs(num_rows, 37, seed=2)
+    added = before.clone()
+    weight.linear(x, added, bias, is_added=True)
+    assert torch.equal(added, before + linear(weight, x, bias))
 
 
 def test_a_packed_weight_takes_no_more_memory_than_the_file() -> None:

@@ -268,8 +268,8 @@ def test_without_a_compiler_the_ops_mean_the_same(monkeypatch: pytest.MonkeyPatc
     cos, sin = tables(32, "cpu")
     positions, slots = torch.tensor([5, 0, 299]), torch.tensor([1, -1, 17])
     results = []
-    for kernel in (cpu_rotary_embedding._kernel, lambda dtype: None):
-        monkeypatch.setattr(cpu_rotary_embedding, "_kernel", kernel)
+    for kernel in (cpu_rotary_embedding.kernel, lambda dtype: None):
+        monkeypatch.setattr(cpu_rotary_embedding, "kernel", kernel)
         rows = [randn(3, 2, 64, dtype=torch.float32, device="cpu", seed=seed) for seed in range(3)]
         caches = [torch.zeros(2, 2, 16, 64) for _ in "kv"]
         rotary_embedding_and_cache(*rows, positions, cos, sin, *caches, slots)
@@ -284,7 +284,7 @@ def test_a_position_or_slot_that_does_not_exist_is_refused_before_anything_is_wr
     position: int, slot: int, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_compiled:
-        monkeypatch.setattr(cpu_rotary_embedding, "_kernel", lambda dtype: None)
+        monkeypatch.setattr(cpu_rotary_embedding, "kernel", lambda dtype: None)
     cos, sin = tables(64, "cpu")
     rows = [randn(2, 2, 64, dtype=torch.float32, device="cpu", seed=seed) for seed in range(3)]
     before = [part.clone() for part in rows]

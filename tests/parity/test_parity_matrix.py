@@ -72,6 +72,7 @@ def test_seeded_text_is_the_same_alone_in_company_elsewhere_and_streamed(systems
             assert all(companion.result().choices for companion in companions)
 
 
+@pytest.mark.long
 def test_seeded_text_survives_preemption(systems: Systems) -> None:
     """The latest request is the one that gives way."""
     body = {**DEFAULTS, **SEEDED, "max_tokens": 90}

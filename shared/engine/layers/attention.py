@@ -36,13 +36,27 @@ class Attention:
         block_size, head_dim]."""
         return self.output(self._mix(self.qkv(x), metadata, key_cache, value_cache))
 
+    def of_rows(
+        self, rows: torch.Tensor, x: torch.Tensor, metadata: AttentionMetadata, key_cache: torch.Tensor, value_cache: torch.Tensor
+    ) -> torch.Tensor:
+        """[len(rows), hidden_size]: those rows of self(x, ...); writes the K and V of all tokens."""
+        mixed = self._mix(self.qkv(x), metadata, key_cache, value_cache, rows)
+        return self.output(mixed) if len(rows) else torch.empty_like(x[:0])
+
     def add_normed(
         self, residual: torch.Tensor, norm: Norm, metadata: AttentionMetadata, key_cache: torch.Tensor, value_cache: torch.Tensor
     ) -> None:
         self.output.add_to(residual, self._mix(self.qkv.normed(residual, norm), metadata, key_cache, value_cache))
 
-    def _mix(self, qkv: torch.Tensor, metadata: AttentionMetadata, key_cache: torch.Tensor, value_cache: torch.Tensor) -> torch.Tensor:
-        """All between the projections: [num_tokens, num_heads * head_dim]."""
+    def _mix(
+        self,
+        qkv: torch.Tensor,
+        metadata: AttentionMetadata,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """All between the projections: [len(rows), num_heads * head_dim], None: of all rows."""
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         query, key, value = torch.split(qkv.view(len(qkv), -1, self.head_dim), heads, dim=1)
         if self.query_norm is not None:
@@ -55,10 +69,12 @@ class Attention:
         else:
             table, slots = (self.rotary.cos, self.rotary.sin), metadata.slot_mapping
             rotary_embedding_and_cache(query, key, value, metadata.positions, *table, key_cache, value_cache, slots, kv_cache_dtype)
+        if rows is not None and not len(rows):  # of chunks before a prompt's last
+            return qkv.new_empty(0, self.num_heads * self.head_dim)
         mixed = metadata.attention(
             query, key_cache, value_cache, self.scale, sliding_window=self.sliding_window, soft_cap=self.soft_cap
-        )  # fmt: skip
-        return mixed.flatten(1)
+        ).flatten(1)  # fmt: skip
+        return mixed if rows is None else mixed[rows]
 
 
 def take_attention(

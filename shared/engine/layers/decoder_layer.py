@@ -26,14 +26,29 @@ class Part(Protocol[_P]):
         """residual += self(norm(residual), ...), in place."""
 
 
-AttentionPart = Part[[AttentionMetadata, torch.Tensor, torch.Tensor]]
-"""See layers.attention.Attention."""
+class AttentionPart(Part[[AttentionMetadata, torch.Tensor, torch.Tensor]], Protocol):
+    """See layers.attention.Attention."""
+
+    def of_rows(
+        self, rows: torch.Tensor, x: torch.Tensor, metadata: AttentionMetadata, key_cache: torch.Tensor, value_cache: torch.Tensor
+    ) -> torch.Tensor:
+        """[len(rows), hidden_size]: those rows of self(x, ...), where nothing but K and V is computed for others."""
+
+
 FeedForward = Part[[]]
 
 
 class DecoderLayer(Protocol):
-    def __call__(self, x: torch.Tensor, metadata: AttentionMetadata, key_cache: torch.Tensor, value_cache: torch.Tensor) -> torch.Tensor:
-        """x: [num_tokens, hidden_size], which is written over and returned; writes the tokens' K and V into this layer's caches."""
+    def __call__(
+        self,
+        x: torch.Tensor,
+        metadata: AttentionMetadata,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x: [num_tokens, hidden_size], which may be written over; writes the K and V of all tokens into this layer's caches. Returns
+        [len(rows), hidden_size]: nothing but K and V is computed for other rows; None: all are wanted."""
 
     def summed_over_ranks(self, reduce: Reduce) -> DecoderLayer:
         """The same, where each rank computes a share of both parts."""
@@ -46,13 +61,26 @@ class PreNormLayer:
     post_attention_norm: Norm
     feed_forward: FeedForward
 
-    def __call__(self, x: torch.Tensor, metadata: AttentionMetadata, key_cache: torch.Tensor, value_cache: torch.Tensor) -> torch.Tensor:
-        self.attention.add_normed(x, self.input_norm, metadata, key_cache, value_cache)
-        self.feed_forward.add_normed(x, self.post_attention_norm)
+    def __call__(
+        self,
+        x: torch.Tensor,
+        metadata: AttentionMetadata,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if rows is None:
+            self.attention.add_normed(x, self.input_norm, metadata, key_cache, value_cache)
+        else:
+            mixed = self.attention.of_rows(rows, self.input_norm(x), metadata, key_cache, value_cache)
+            x = x[rows]
+            x += mixed
+        if len(x):
+            self.feed_forward.add_normed(x, self.post_attention_norm)
         return x
 
     def summed_over_ranks(self, reduce: Reduce) -> PreNormLayer:
-        return replace(self, attention=_Summed(self.attention, reduce), feed_forward=_Summed(self.feed_forward, reduce))
+        return replace(self, attention=_SummedAttention(self.attention, reduce), feed_forward=_Summed(self.feed_forward, reduce))
 
 
 @dataclass(frozen=True)
@@ -66,13 +94,27 @@ class SandwichNormLayer:
     feed_forward: FeedForward
     post_feed_forward_norm: Norm
 
-    def __call__(self, x: torch.Tensor, metadata: AttentionMetadata, key_cache: torch.Tensor, value_cache: torch.Tensor) -> torch.Tensor:
-        x += self.post_attention_norm(self.attention(self.input_norm(x), metadata, key_cache, value_cache))
+    def __call__(
+        self,
+        x: torch.Tensor,
+        metadata: AttentionMetadata,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        normed = self.input_norm(x)
+        if rows is None:
+            mixed = self.attention(normed, metadata, key_cache, value_cache)
+        else:
+            mixed, x = self.attention.of_rows(rows, normed, metadata, key_cache, value_cache), x[rows]
+        if not len(x):
+            return x
+        x += self.post_attention_norm(mixed)
         x += self.post_feed_forward_norm(self.feed_forward(self.pre_feed_forward_norm(x)))
         return x
 
     def summed_over_ranks(self, reduce: Reduce) -> SandwichNormLayer:
-        return replace(self, attention=_Summed(self.attention, reduce), feed_forward=_Summed(self.feed_forward, reduce))
+        return replace(self, attention=_SummedAttention(self.attention, reduce), feed_forward=_Summed(self.feed_forward, reduce))
 
 
 class _Summed(Generic[_P]):
@@ -86,6 +128,18 @@ class _Summed(Generic[_P]):
 
     def add_normed(self, residual: torch.Tensor, norm: Norm, *args: _P.args, **kwargs: _P.kwargs) -> None:
         residual += self(norm(residual), *args, **kwargs)
+
+
+class _SummedAttention(_Summed[[AttentionMetadata, torch.Tensor, torch.Tensor]]):
+    def __init__(self, part: AttentionPart, reduce: Reduce) -> None:
+        super().__init__(part, reduce)
+        self._attention = part
+
+    def of_rows(
+        self, rows: torch.Tensor, x: torch.Tensor, metadata: AttentionMetadata, key_cache: torch.Tensor, value_cache: torch.Tensor
+    ) -> torch.Tensor:
+        partial = self._attention.of_rows(rows, x, metadata, key_cache, value_cache)
+        return self._reduce(partial) if len(rows) else partial
 
 
 def take_pre_norm_layer(

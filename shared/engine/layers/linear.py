@@ -98,12 +98,7 @@ class PackedLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         out = torch.empty(len(x), sum(weight.shape[0] for weight in self.weights))
-        if len(self.weights) == 1:
-            self.weights[0].linear(x, out, self.biases[0])
-            return out
-        columns = torch.split(out, [weight.shape[0] for weight in self.weights], dim=1)
-        for weight, bias, part in zip(self.weights, self.biases, columns, strict=True):
-            weight.linear(x, part, bias)
+        self._compute(x, out, is_added=False)
         return out
 
     def normed(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
@@ -113,7 +108,12 @@ class PackedLinear:
         return silu_and_mul(self(norm(x)))
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
-        residual += self(x)
+        self._compute(x, residual, is_added=True)
+
+    def _compute(self, x: torch.Tensor, out: torch.Tensor, is_added: bool) -> None:
+        columns = [out] if len(self.weights) == 1 else torch.split(out, [weight.shape[0] for weight in self.weights], dim=1)
+        for weight, bias, part in zip(self.weights, self.biases, columns, strict=True):
+            weight.linear(x, part, bias, is_added=is_added)
 
 
 def take_linear(weights: Weights, names: Sequence[str]) -> Linear:

@@ -50,10 +50,11 @@ class CausalLM:
         x = self._embed(token_ids)  # [num_tokens, hidden_size]
         if self._embedding_scale is not None:
             x *= self._embedding_scale.to(x.dtype)
+        last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
-            x = layer(x, metadata, *cache.layer(index))
+            x = layer(x, metadata, *cache.layer(index), metadata.hidden_rows if index == last else None)
             after_layer(index)
-        return self._final_norm(x if metadata.hidden_rows is None else x[metadata.hidden_rows])
+        return self._final_norm(x)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [n, hidden_size] -> fp32 [n, tokenizer_vocab_size]."""

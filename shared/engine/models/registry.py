@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from shared.engine.layers.cpu_layer import in_one_call
 from shared.engine.layers.linear import Weights
 from shared.engine.models.causal_lm import CausalLM
 from shared.engine.models.gemma2 import build_gemma2
@@ -42,5 +43,7 @@ def build_model(config: ModelConfig, weights: Weights, rotary: RotaryTables, red
     model = builder(config, weights, rotary)
     if reduce is not None:
         model.layers = [layer.summed_over_ranks(reduce) for layer in model.layers]
+    else:
+        model.layers = [in_one_call(layer) for layer in model.layers]
     assert not weights.names, f"{config.architecture} leaves weights unused: {', '.join(weights.names[:8])}"
     return model

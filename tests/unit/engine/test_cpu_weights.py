@@ -18,6 +18,7 @@ from kernels import cpu_linear
 from kernels.build import find_cxx
 from shared.config import Settings, load_settings
 from shared.engine.engine_core import EngineCore
+from shared.engine.layers.cpu_layer import CPULayer
 from shared.engine.layers.linear import DenseLinear, Linear, PackedLinear
 from shared.engine.reference_model import forward
 from shared.engine.weights import cpu_storage, load_for_cpu, load_weights
@@ -42,7 +43,8 @@ def smollm2_engine(source: ModelSource, cpu_weights: str) -> EngineCore:
 
 
 def qkv_of(engine: EngineCore) -> Linear:
-    return engine.runner.model.layers[0].attention.qkv
+    layer = engine.runner.model.layers[0]
+    return (layer.parts if isinstance(layer, CPULayer) else layer).attention.qkv
 
 
 @needs_compiler

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from tiny_models import with_changes, write_tiny_hf
 
 from shared.config import Settings
 from shared.engine.engine_core import EngineCore
+from shared.engine.layers.decoder_layer import DecoderLayer
 from shared.engine.reference_model import forward
 from shared.engine.weights import load_weights
 from shared.errors import ConfigurationError
@@ -80,6 +81,25 @@ def test_every_variant_equals_the_plain_forward_pass(tmp_path: Path, name: str) 
         expected = forward(weights, source.config, [*prompt, *answer[:-1]])[len(prompt) - 1 :, :vocab]
         torch.testing.assert_close(rows, expected, atol=1e-4, rtol=1e-4)
         assert expected.argmax(-1).tolist() == answer
+
+
+def test_the_last_layer_computes_only_the_rows_that_are_wanted(tmp_path: Path) -> None:
+    write_tiny_hf(tmp_path)
+    engine = engine_for(resolve_model(str(tmp_path)))
+    num_rows: list[int] = []
+    model = engine.runner.model
+
+    def counted(layer: DecoderLayer) -> DecoderLayer:
+        def call(*args: Any) -> torch.Tensor:
+            num_rows.append(len(out := layer(*args)))
+            return out
+
+        return cast(DecoderLayer, call)
+
+    model.layers = [counted(layer) for layer in model.layers]
+    greedy(engine, [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]], 2)
+    others = len(model.layers) - 1
+    assert num_rows == [*[4] * others, 0, *[6] * others, 1, *[1] * others, 1], "chunks are of 4 and 6 tokens"
 
 
 def test_small_pools_preempt_and_answer_the_same(tmp_path: Path) -> None:

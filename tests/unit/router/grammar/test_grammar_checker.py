@@ -21,6 +21,14 @@ def checker() -> Iterator[GrammarChecker]:
     running.close()
 
 
+@pytest.fixture
+def patient() -> Iterator[GrammarChecker]:
+    """On a busy machine what fails within half a second elsewhere may take longer."""
+    running = GrammarChecker(1000, timeout_s=10.0)
+    yield running
+    running.close()
+
+
 def check(checker: GrammarChecker, kind: str, text: str) -> str:
     return asyncio.run(checker.check(kind, text, "field"))  # type: ignore[arg-type]
 
@@ -82,10 +90,13 @@ def test_recursion_that_can_end_passes(checker: GrammarChecker) -> None:
     assert check(checker, "json", json.dumps(maybe))
 
 
-def test_one_that_takes_too_long_or_ends_its_process_is_refused_and_the_next_is_checked(checker: GrammarChecker) -> None:
+def test_one_that_ends_its_process_is_refused_and_the_next_is_checked(patient: GrammarChecker) -> None:
     deep = "start: a0\n" + "".join(f"a{rule}: a{rule + 1}\n" for rule in range(7000)) + 'a7000: "x"'
-    assert "nested too deeply" in refusal(checker, "grammar", deep)
-    assert check(checker, "regex", "b")
+    assert "nested too deeply" in refusal(patient, "grammar", deep)
+    assert check(patient, "regex", "b")
+
+
+def test_one_that_takes_too_long_is_refused_and_the_next_is_checked(checker: GrammarChecker) -> None:
     assert "longer than 0.5 s" in refusal(checker, "regex", "a?" * 50_000)
     assert check(checker, "regex", "c")
     start_s = time.monotonic()
