@@ -10,6 +10,7 @@ import torch
 from decode_harness import DecodeHarness
 from tiny_models import TINY_CONFIG, write_tiny_hf
 
+from shared.block_hash import BlockHash
 from shared.cache.block_pool import BlockPool
 from shared.cache.kv_cache_manager import KVCacheManager
 from shared.engine.decode_batch import BlockTableRows, DecodeBatch
@@ -214,7 +215,7 @@ def test_every_step_queued_ahead_may_store_what_it_evicts(source: ModelSource) -
 
 
 def test_a_table_finds_a_row_while_others_that_hold_blocks_sit_the_step_out() -> None:
-    manager = KVCacheManager(BlockPool(12), 4, b"root")
+    manager = KVCacheManager(BlockPool(12), 4, BlockHash(b"root"))
     tables = BlockTableRows(manager, max_num_rows=2, max_num_blocks=3)
     for name, length in (("a", 5), ("b", 9), ("c", 12)):
         assert manager.reserve(Request(name, [len(name)] * length, arrival_s=0.0, deadline_at_s=1.0)) is not None
