@@ -109,8 +109,8 @@ FILTERS = [
 
 @pytest.mark.parametrize(("temperature", "top_k", "top_p", "min_p"), FILTERS)
 def test_draws_follow_the_sorted_definition(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
-    """Chi-square of 200,000 draws against fp64 softmax, sort and cut."""
-    num_draws = 200_000
+    """Chi-square of 50,000 draws against fp64 softmax, sort and cut."""
+    num_draws = 50_000
     logits = torch.randn(24, generator=torch.Generator().manual_seed(4)) * 2
     probs = (logits.double() / max(temperature, 1e-3)).softmax(-1)
     values, order = probs.sort(descending=True)
