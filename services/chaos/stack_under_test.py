@@ -27,6 +27,8 @@ _READY_TIMEOUT_S = 180.0
 _STOP_TIMEOUT_S = 15.0
 _USED = "pagewire:kv_blocks_used"
 _FALLBACKS = "pagewire:kv_recompute_fallbacks_total"
+_KEPT = ("PAGEWIRE_ASYNC_SCHEDULING",)
+"""Settings of the caller that the stack takes over: what else a run is to show depends on the others."""
 _NUM_BLOCKS = 32
 """So few that prompts go to host memory and come back."""
 
@@ -46,7 +48,7 @@ class StackUnderTest:
         self.log_path = Path(tempfile.mkdtemp(prefix="pagewire-chaos-")) / "stack.log"
         self._arguments = ["--prefill", str(num_prefill), "--decode", str(num_decode), "--port", str(self.port)]
         self._environ = {
-            **{name: value for name, value in os.environ.items() if not name.startswith(("PAGEWIRE_", "REDIS_", "OTEL_"))},
+            **{name: value for name, value in os.environ.items() if not name.startswith(("PAGEWIRE_", "REDIS_", "OTEL_")) or name in _KEPT},
             "PAGEWIRE_KV_TRANSPORT": "tcp",
             "PAGEWIRE_KV_PORT": str(first),
             "PAGEWIRE_KV_ADVERTISE_PORT": str(shown),

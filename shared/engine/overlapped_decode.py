@@ -102,14 +102,17 @@ class OverlappedDecode:
         """What of a step is still of use: it may have been queued before a token came to light that was some request's last."""
         return SchedulerOutput([row for row in step.output.scheduled if self._is_alive(row.request)])
 
-    def abandon(self) -> None:
-        """Wait until nothing runs any more, whatever became of it: a device that has failed computes nothing either."""
+    def abandon(self) -> bool:
+        """Wait until nothing runs any more, whatever became of it. False: the device has failed; it computes nothing any more either."""
+        is_whole = True
         try:
             self._runner.wait()
         except Exception:
             logger.exception("the device has failed")
+            is_whole = False
         while self._num_running:
             self._end_one()
+        return is_whole
 
     def _is_alive(self, request: Request) -> bool:
         return self._scheduler.running.get(request.request_id) is request

@@ -261,11 +261,10 @@ class WorkerLoop(ABC):
 
     def _handle_failed_step(self, output: SchedulerOutput, error: Exception) -> None:
         logger.exception("step of %d tokens failed", output.num_tokens)
-        if self.engine.overlapped is not None:
-            self.engine.overlapped.abandon()
+        is_broken = self.engine.overlapped is not None and not self.engine.overlapped.abandon()
         self.on_step_failed(output, error)
         self._num_failures += 1
-        if self.engine.is_broken or self._num_failures >= MAX_CONSECUTIVE_FAILURES:
+        if is_broken or self.engine.is_broken or self._num_failures >= MAX_CONSECUTIVE_FAILURES:
             # The engine itself is broken (a sticky device error, say): a fresh process is better than one that refuses all.
             raise error
 

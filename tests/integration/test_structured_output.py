@@ -159,8 +159,8 @@ def test_a_grammar_that_becomes_too_complex_on_the_way_ends_only_its_own_request
 
 @pytest.mark.slow
 def test_state_survives_preemption() -> None:
-    """Four answers in a pool that holds two of them."""
-    with LocalStack(debug="true", decode_num_blocks=13, prefill_num_blocks=64) as stack:
+    """Four answers in a pool that two of them do not fit into, however late the others come."""
+    with LocalStack(debug="true", decode_num_blocks=9, prefill_num_blocks=64) as stack:
         item = {"type": "integer", "minimum": 100, "maximum": 999}
         schema = record(items={"type": "array", "items": item, "minItems": 12, "maxItems": 12})
 

@@ -79,9 +79,9 @@ def test_seeded_text_survives_preemption(systems: Systems) -> None:
     alone = answer_to(systems.apart, "/v1/completions", body)
     for stack in systems.both():
         before = num_preemptions(stack)
-        with ThreadPoolExecutor(21) as pool:
+        with ThreadPoolExecutor(29) as pool:
             unseeded = {**body, "seed": None, "prompt": "The capital of Germany is"}
-            companions = [pool.submit(answer_to, stack, "/v1/completions", unseeded) for _ in range(20)]
+            companions = [pool.submit(answer_to, stack, "/v1/completions", unseeded) for _ in range(28)]
             stack.wait_until(lambda stack=stack: stack.metric("pagewire:kv_blocks_used", "decode-0") >= 20, 30)
             assert not differences(alone, answer_to(stack, "/v1/completions", body))
             assert all(companion.result().choices for companion in companions)

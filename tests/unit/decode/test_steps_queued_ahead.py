@@ -211,21 +211,24 @@ def test_a_step_that_fails_after_one_of_its_requests_has_ended_ends_the_others_a
         assert len(decode.answers("r2")[0]) == 8
 
 
-def test_a_device_that_fails_leaves_no_request_without_an_answer(source: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
-    with DecodeHarness(source, async_scheduling=True) as decode:
-        decode.submit("a", [5] * 9, max_tokens=30, ignore_eos=True)
-        for _ in range(4):
-            decode.turn()
-
-        def fail(*_: object) -> None:
-            raise RuntimeError("an illegal memory access was encountered")
-
-        runner = decode.worker.engine.runner
-        monkeypatch.setattr(runner, "decode", fail)
-        monkeypatch.setattr(runner, "wait", fail)
+def test_a_worker_whose_device_is_broken_still_tells_its_clients(source: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = DecodeHarness(source, async_scheduling=True)
+    worker = decode.worker
+    monkeypatch.setattr(worker._lease, "start", lambda: None)
+    monkeypatch.setattr(worker._lease, "close", lambda: None)
+    decode.submit("a", [5] * 9, max_tokens=30, ignore_eos=True)
+    for _ in range(4):
         decode.turn()
-        assert [failure.request_id for failure in decode.failures()] == ["a"]
-        assert decode.num_used == 0
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("sticky device error")
+
+    monkeypatch.setattr(worker.engine.runner, "decode", broken)
+    monkeypatch.setattr(worker.engine.runner, "wait", broken)
+    with pytest.raises(RuntimeError, match="sticky"):
+        worker.run()
+    assert [failure.request_id for failure in decode.failures()] == ["a"]
+    assert decode.num_used == 0
 
 
 def test_blocks_evicted_by_steps_that_are_queued_go_to_host_memory_at_the_pace_of_steps(
