@@ -19,6 +19,9 @@ from shared.engine.attention_metadata import AttentionMetadata
 from shared.engine.device import select_kv_dtype
 from shared.engine.kv_cache import KVCache, kv_dtype_name
 from shared.engine.models.causal_lm import CausalLM
+from shared.engine.models.registry import build_model
+from shared.engine.rotary import RotaryTables
+from shared.engine.weights import load_weights
 from shared.errors import ConfigurationError
 from shared.model_files.model_source import ModelSource, resolve_model
 from shared.transport.protocol.kv_format import KVFormat
@@ -52,7 +55,10 @@ def test_a_model_over_it_stays_near_and_goes_on_from_a_prefix_as_from_the_start(
     """With and without rotary embedding, windows and soft caps."""
     write_model(make_model(CASES[name]), tmp_path)
     source = resolve_model(str(tmp_path))
-    model = engine_for(source).runner.model
+    rotary = RotaryTables(source.config, source.config.max_model_len, torch.device("cpu"))
+    model = build_model(
+        source.config, load_weights(source, torch.float32, "cpu"), rotary
+    )  # of tensors: packed layers have their own attention
     prompt = [(7 * i) % 200 for i in range(45)]
     exact, rounded, again = (KVCache(source.config, 12, 4, dtype) for dtype in (torch.float32, FP8, FP8))
     wanted, found = last_hidden(model, exact, prompt), last_hidden(model, rounded, prompt)
