@@ -344,12 +344,7 @@ class EngineCore:
 
     def _forward(self, output: SchedulerOutput, on_layers: OnLayers | None = None) -> torch.Tensor:
         """The last hidden states of the requests that complete, then those to score."""
-        if (
-            self.runner.graphs is not None
-            and on_layers is None
-            and is_decode(output)
-            and len(output.scheduled) <= self.settings.max_num_seqs
-        ):
+        if self.runner.graphs is not None and on_layers is None and self._is_decode_batch(output):
             token_ids = np.array([row.request.token_ids[row.start] for row in output.scheduled], np.int64)
             sources = np.full(len(token_ids), UNKNOWN, np.int64)
             return self.runner.decode(decode_batch(self._tables, output.scheduled, token_ids, sources, self.settings.block_size))
@@ -395,12 +390,11 @@ class EngineCore:
 
     def can_run_ahead(self, output: SchedulerOutput) -> bool:
         """Its step may be queued by `overlapped.launch`."""
-        return (
-            self.overlapped is not None
-            and not output.preempted
-            and is_decode(output)
-            and len(output.scheduled) <= self.settings.max_num_seqs
-        )
+        return self.overlapped is not None and not output.preempted and self._is_decode_batch(output)
+
+    def _is_decode_batch(self, output: SchedulerOutput) -> bool:
+        """What DecodeBatch can say: sequences whose KV came by transfer may be more than a step has places."""
+        return len(output.scheduled) <= self.settings.max_num_seqs and is_decode(output)
 
     def close(self) -> None:
         """When nothing is to run any more: the other ranks end as well, if there are any. Safe to call again."""
