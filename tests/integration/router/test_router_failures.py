@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -16,14 +17,14 @@ from services.router.served_model import ServedModel
 from shared.messages import DecodeRequest, PrefillLost, PrefillRequest, RequestFailed
 
 
-def send_and_hang_up(stack: Stack, after_s: float, path: str = "/v1/completions", **body: object) -> None:
+def send_and_hang_up(stack: Stack, until: Callable[[], object], path: str = "/v1/completions", **body: object) -> None:
     prompt: dict[str, object] = {"prompt": "1, 2, 3, 4, 5,", "max_tokens": 2000} if path == "/v1/completions" else {}
     payload = json.dumps({**prompt, "ignore_eos": True, **body}).encode()
     host, port = stack.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
         head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(payload)}\r\n\r\n"
         connection.sendall(head.encode() + payload)
-        time.sleep(after_s)
+        eventually(until)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +40,7 @@ def test_hanging_up_aborts_at_both_workers(bare: Stack, body: dict[str, object],
     prefill = bare.join("prefill", "p")
     decode = bare.join("decode", "d", Script(repeats=True, delay_s=0.01, first_delay_s=first_delay_s))
     bare.wait_ready()
-    send_and_hang_up(bare, 0.3, **body)
+    send_and_hang_up(bare, lambda: decode.of_kind(DecodeRequest), **body)
     eventually(lambda: decode.num_active == 0, 1.0)
     started = {message.request_id for message in decode.of_kind(DecodeRequest)}
     assert started
