@@ -30,6 +30,8 @@ from shared.messages import (
 )
 
 EOS = 2
+LEASE_S = 1.5
+"""Of real workers, where nothing else is set."""
 
 
 @dataclass
@@ -88,8 +90,17 @@ def num_prompt_logprobs(request: DecodeRequest | PrefillRequest) -> int | None:
 
 class StubWorker:
     def __init__(
-        self, role: str, name: str, redis_url: str, fingerprint: str, namespace: str, script: Script | None = None, **record: object
+        self,
+        role: str,
+        name: str,
+        redis_url: str,
+        fingerprint: str,
+        namespace: str,
+        script: Script | None = None,
+        lease_s: float = 10.0,
+        **record: object,
     ) -> None:
+        """A real lease is LEASE_S; one that nobody asks about is longer, for here the router and all workers share one process."""
         self.role, self.name = role, name
         self.script = script or Script()
         self.incarnation = new_incarnation()
@@ -107,7 +118,7 @@ class StubWorker:
             "dtype": "float32", "block_size": 16, "num_blocks": 1024, "max_model_len": 8192, "vocab_size": 49152, **record,
         }  # fmt: skip
         self.index = RedisPrefixIndexWriter(namespace, name, self.incarnation)
-        self._keeper = LeaseKeeper(redis_url, namespace, self._make_record, 1.5, self.index)
+        self._keeper = LeaseKeeper(redis_url, namespace, self._make_record, lease_s, self.index)
         self._stopping = threading.Event()
         self._frozen = False
         self._thread = threading.Thread(target=self._serve, daemon=True)
