@@ -55,7 +55,7 @@ class Pair:
         clock = SystemClock()
         self.sender = KVSender(LAYOUT, self.source, new_incarnation(), self.sender_log, clock, sending, "prefill-0", tap)
 
-    def transfer(self, timeout_s: float = 5.0) -> str | None:
+    def transfer(self, timeout_s: float = 30.0) -> str | None:
         """How it ended at the receiver: None, or why it failed."""
         num_tokens = NUM_BLOCKS * LAYOUT.block_size
         self.receiver.expect(TRANSFER, 0, ALL, ALL, num_tokens, 60.0)
@@ -70,7 +70,7 @@ class Pair:
         return all(self.source.block(index) == self.target.block(index) for index in ALL)
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+def wait_until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "did not happen in time"
@@ -202,7 +202,7 @@ def test_a_wire_below_its_floor_is_said_aloud(caplog: pytest.LogCaptureFixture) 
     pair = Pair(settings("tcp"), settings("tcp").model_copy(update={"kv_min_gb_per_s": 1e6}))
     try:
         assert pair.transfer() is None
-        wait_until(lambda: "is slow: tcp carries" in caplog.text, 15.0)
+        wait_until(lambda: "is slow: tcp carries" in caplog.text)
     finally:
         pair.sender.close()
         pair.receiver.close()

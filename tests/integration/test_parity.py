@@ -81,14 +81,14 @@ def test_answers_after_eviction_equal_the_plain_run(tight: LocalStack) -> None:
 
 
 def test_preempted_requests_equal_the_plain_run_and_count_as_asked(tight: LocalStack) -> None:
-    before = tight.metric("pagewire:preemptions_total", "decode-0")
+    before = tight.counter("decode-0", "preemptions")
     with ThreadPoolExecutor(12) as pool:
         results = list(pool.map(lambda i: choice(tight, prompt(60 + i, seed=5000 + i), 40), range(12)))
     for result in results:
         assert result["finish_reason"] == "length"
         assert_equals_plain_run(result)
     tight.wait_until_idle()
-    assert tight.metric("pagewire:preemptions_total", "decode-0") > before, "the pool was not small enough to show anything"
+    assert tight.counter("decode-0", "preemptions") > before, "the pool was not small enough to show anything"
 
 
 def test_a_seeded_request_does_not_depend_on_company_or_streaming(stack: LocalStack) -> None:

@@ -18,10 +18,12 @@ class LostTime:
         assert took_s < 2.0 + lost.so_far_s
     """
 
+    THREAD_NAME = "lost-time"
+
     def __init__(self) -> None:
         self.so_far_s = 0.0
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="lost-time", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=self.THREAD_NAME, daemon=True)
 
     def __enter__(self) -> LostTime:
         self._thread.start()

@@ -97,14 +97,13 @@ class WorkerDriver:
             time.sleep(0.05)
         raise AssertionError(f"{worker} has no record")
 
-    def counter(self, worker: str, name: str) -> float:
-        return self.record(worker).stats.counters[name]
-
-    def wait_for_counter(self, worker: str, name: str, value: float, timeout_s: float = 5.0) -> None:
+    def wait_for_counter(self, worker: str, name: str, value: float) -> None:
         """Statistics travel with the lease."""
-        self._stack.wait_until(
-            lambda: self.counter(worker, name) == value, timeout_s, lambda: f"{worker}: {name} is {self.counter(worker, name)}, not {value}"
-        )
+
+        def now() -> float:
+            return self.record(worker).stats.counters[name]
+
+        self._stack.wait_until(lambda: now() == value, describe=lambda: f"{worker}: {name} is {now()}, not {value}")
 
     def peer(self, worker: str) -> KVPeer:
         record = self.record(worker)
