@@ -34,8 +34,8 @@ test: $(DEV) ## Run all tests that need neither a GPU nor Docker, with line cove
 ifneq ($(strip $(ARGS)),)
 	@$(BIN)/python -m pytest $(COVERAGE) $(ARGS)
 else
-	@$(BIN)/python -m pytest --cov --cov-report= tests/fuzz tests/integration tests/parity $(addprefix --ignore=,$(SOCKETS)); alone=$$?; \
-	$(BIN)/python -m pytest -n 2 $(COVERAGE) --cov-append tests/contract tests/kernels tests/simulation tests/unit $(SOCKETS) && exit $$alone
+	@$(BIN)/python -m pytest --part first --cov --cov-report= tests/fuzz tests/integration tests/parity $(addprefix --ignore=,$(SOCKETS)); alone=$$?; \
+	$(BIN)/python -m pytest --part last -n 2 $(COVERAGE) --cov-append tests/contract tests/kernels tests/simulation tests/unit $(SOCKETS) && exit $$alone
 endif
 
 check: $(DEV) ## Lint, formatting, types and layers

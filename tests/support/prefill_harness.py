@@ -55,7 +55,7 @@ def submit(decode: DecodeHarness, request_id: str, prompt: list[int], prefill: P
 
 def run(decode: DecodeHarness, prefill: PrefillWorker | None) -> None:
     """Until no request is left."""
-    give_up_s = time.monotonic() + 30
+    give_up_s = time.monotonic() + 120
     while decode.worker._jobs or (prefill is not None and prefill._jobs):
         assert time.monotonic() < give_up_s, "the request does not end"
         if prefill is not None:

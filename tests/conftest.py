@@ -1,0 +1,31 @@
+"""`make test` runs pytest twice; the last part repeats what failed in the first, whose own lines stand far above by then."""
+
+from __future__ import annotations
+
+import pytest
+
+_FAILED = "pagewire/failed_in_the_first_part"
+"""In pytest's cache: None while the first part runs."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", choices=["first", "last"], help="this run is a part of `make test`")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("part") == "first":
+        config.cache.set(_FAILED, None)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    part = config.getoption("part")
+    if part == "first":
+        stats = terminalreporter.stats
+        config.cache.set(_FAILED, [report.nodeid for kind in ("failed", "error") for report in stats.get(kind, [])])
+    elif part == "last":
+        failed = config.cache.get(_FAILED, None)
+        if failed != []:
+            terminalreporter.section("failed in the first part", red=True)
+            for line in failed or ["it was broken off: see its output above"]:
+                terminalreporter.line(line)
