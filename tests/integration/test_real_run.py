@@ -60,6 +60,21 @@ def test_worker_in_use_too_long_after_its_death_is_a_violation(run):
     assert len(run._violations) == 1 and run._detections_s[-1] < 1.0
 
 
+def test_observer_that_was_held_up_itself_allows_for_it(run):
+    async def check() -> None:
+        watching = asyncio.create_task(run._lateness.watch())
+        await asyncio.sleep(0.1)
+        watched = asyncio.create_task(run._watch_detection("decode-0", time.monotonic(), "killed"))
+        await asyncio.sleep(0.1)
+        time.sleep(1.5)  # longer than it may take; the router had no more of the machine than we
+        del run._stack.used["decode-0"]
+        await watched
+        watching.cancel()
+
+    asyncio.run(check())
+    assert run._violations == [] and run._detections_s[-1] > 1.5
+
+
 def test_transfer_that_fails_in_a_gentle_round_is_a_violation(run):
     async def check() -> None:
         before = await run._metrics()
