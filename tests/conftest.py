@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+
+# As workers do, before torch is loaded: on cores that others use too, threads that wait for each other by spinning take ten times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 _FAILED = "pagewire/failed_in_the_first_part"
 """In pytest's cache: None while the first part runs."""
