@@ -1,10 +1,15 @@
-"""`make test` runs pytest twice; the last part repeats what failed in the first, whose own lines stand far above by then."""
+"""The system that most tests share; and the two parts of `make test`, of which the last repeats what failed in the first."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from local_stack import LocalStack
 
 # As workers do, before torch is loaded: on cores that others use too, threads that wait for each other by spinning take ten times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -34,3 +39,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
             terminalreporter.section("failed in the first part", red=True)
             for line in failed or ["it was broken off: see its output above"]:
                 terminalreporter.line(line)
+
+
+@pytest.fixture(scope="session")
+def stack() -> Iterator[LocalStack]:
+    """One prefill and one decode worker with the invariants checked after every step, which with the default pool of 2900 blocks
+    would take longer than the steps. No test that shares it makes a peer silent, so none is taken for dead on a machine that is busy."""
+    from local_stack import LocalStack
+
+    with LocalStack(debug="true", num_blocks=640, kv_peer_timeout_s=10) as running:
+        yield running

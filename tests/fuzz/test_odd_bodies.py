@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import httpx
-import pytest
 from local_stack import LocalStack
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
@@ -134,12 +133,6 @@ def odd_bodies() -> Iterator[Odd]:
             yield Odd(path, whole, None, {"content-type": media_type})
         yield Odd(path, whole.decode().encode("utf-16"))
         yield Odd(path, b" " * (10 << 20) + whole)
-
-
-@pytest.fixture(scope="module")
-def stack() -> Iterator[LocalStack]:
-    with LocalStack() as running:
-        yield running
 
 
 def test_odd_bodies_are_refused_by_name_and_cost_no_block(stack: LocalStack) -> None:

@@ -36,21 +36,8 @@ def assert_one_clear_line(done: subprocess.CompletedProcess[str], *words: str) -
         assert word in lines[0]
 
 
-def test_ctrl_c_ends_everything_within_five_seconds_and_leaves_nothing() -> None:
+def test_a_killed_worker_is_restarted_and_ctrl_c_ends_everything_within_five_seconds_and_leaves_nothing() -> None:
     shared_memory = set(os.listdir("/dev/shm"))
-    with LocalStack() as running:
-        assert running.tokens(CNT, 3) == CNT_START
-        pids = dict(running.pids)
-        with LostTime() as lost:
-            assert running.stop() < 5 + lost.so_far_s
-        assert running.process.returncode == 0
-        assert [name for name, pid in pids.items() if is_alive(pid)] == []
-        with socket.socket() as probe:
-            assert probe.connect_ex(("127.0.0.1", running.port)) != 0
-    assert set(os.listdir("/dev/shm")) <= shared_memory
-
-
-def test_a_killed_worker_is_restarted_and_serves_again() -> None:
     with LocalStack() as running:
         assert running.tokens(CNT, 3) == CNT_START
         for name in ("decode-0", "prefill-0"):
@@ -67,6 +54,14 @@ def test_a_killed_worker_is_restarted_and_serves_again() -> None:
                     assert time.monotonic() < deadline_s
                     time.sleep(0.2)
         running.wait_until_idle()
+        pids = {name: running.pid(name) for name in running.pids}
+        with LostTime() as lost:
+            assert running.stop() < 5 + lost.so_far_s
+        assert running.process.returncode == 0
+        assert [name for name, pid in pids.items() if is_alive(pid)] == []
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.1", running.port)) != 0
+    assert set(os.listdir("/dev/shm")) <= shared_memory
 
 
 def test_only_the_router_gets_the_api_keys_and_children_end_when_the_launcher_is_killed() -> None:
