@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from local_stack import ROOT, LocalStack, free_port
+from local_stack import ROOT, LocalStack
 from tokenizers import Tokenizer
 
 from kernels import build
 from kernels.cpu_attention import library
 from services.local.doctor import run_checks
+from services.local.ports import free_port
 from shared.model_files.hf_tokenizer import tokenizer_from_hf
 from shared.model_files.model_source import resolve_model
 

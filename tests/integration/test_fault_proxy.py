@@ -13,12 +13,7 @@ import zmq
 from services.chaos import fault_proxy
 from services.chaos.fault_proxy import Fault, FaultProxy
 from services.chaos.zmtp_stream import ZmtpStream, encode_message
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+from services.local.ports import free_port
 
 
 class _EchoServer(threading.Thread):
@@ -46,7 +41,7 @@ class _EchoServer(threading.Thread):
 @pytest.fixture
 def echo() -> Iterator[tuple[FaultProxy, socket.socket]]:
     server = _EchoServer()
-    proxy = FaultProxy([(_free_port(), server.port)])
+    proxy = FaultProxy([(free_port(), server.port)])
     proxy.start()
     client = socket.create_connection(("127.0.0.1", proxy.links[0].port), 30)
     client.settimeout(30)
@@ -129,7 +124,7 @@ def test_flipped_and_dropped_bytes_befall_one_piece_each(echo):
 
 
 def test_nobody_behind_the_proxy_is_a_refused_connection():
-    proxy = FaultProxy([(_free_port(), _free_port())])
+    proxy = FaultProxy([(free_port(), free_port())])
     proxy.start()
     with socket.create_connection(("127.0.0.1", proxy.links[0].port), 30) as client, pytest.raises(ConnectionResetError):
         client.settimeout(30)
@@ -152,7 +147,7 @@ class _Lane:
             self.push.setsockopt(zmq.CURVE_SERVERKEY, public)
         self.pull.setsockopt(zmq.RCVTIMEO, 30_000)
         port = self.pull.bind_to_random_port("tcp://127.0.0.1")
-        self.proxy = FaultProxy([(_free_port(), port)])
+        self.proxy = FaultProxy([(free_port(), port)])
         self.proxy.start()
         self.push.connect(f"tcp://127.0.0.1:{self.proxy.links[0].port}")
         self.flow = self.proxy.links[0].forward

@@ -13,10 +13,11 @@ import urllib.error
 from pathlib import Path
 
 import pytest
-from local_stack import CNT, ROOT, LocalStack, free_port, is_alive
+from local_stack import CNT, ROOT, LocalStack, is_alive
 from lost_time import LostTime
 from tiny_models import tiny_hf_config, tiny_tokenizer_json
 
+from services.local.ports import free_port
 from shared.available_memory import available_memory_bytes
 
 CNT_START = [216, 38, 28]

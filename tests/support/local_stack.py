@@ -9,7 +9,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from typing import Any
 import psutil
 import redis
 
+from services.local.ports import free_port
 from shared.membership import WorkerStats, parse_record, worker_key
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,12 +35,6 @@ def ids(num_tokens: int, first: int | None = None) -> list[int]:
     """A token-id prompt of exactly `num_tokens`; another `first` token makes it share no block with the rest."""
     tokens = (_CYCLE * (num_tokens // 8 + 1))[:num_tokens]
     return tokens if first is None else [first, *tokens[1:]]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass

@@ -17,6 +17,7 @@ import redis
 import uvicorn
 from stub_worker import Script, StubWorker
 
+from services.local.ports import free_port
 from services.router.__main__ import build_parts
 from services.router.app import create_app
 from services.router.http.http_protocol import HttpProtocol
@@ -24,13 +25,6 @@ from services.router.served_model import ServedModel
 from shared.block_hash import BlockHash
 from shared.config import load_settings
 from shared.membership import blocks_key
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
 
 PATIENCE_S = 30.0
 """For what has to come and makes no claim about when."""

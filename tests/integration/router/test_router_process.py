@@ -16,9 +16,10 @@ import httpx
 import pytest
 from lost_time import LostTime
 from router_answers import check_error
-from router_harness import RedisServer, Stack, eventually, free_port
+from router_harness import RedisServer, Stack, eventually
 from stub_worker import Script, StubWorker
 
+from services.local.ports import free_port
 from services.router.http import http_edge
 from services.router.served_model import ServedModel
 
