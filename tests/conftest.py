@@ -7,12 +7,17 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from local_stack import LocalStack
 
 # As workers do, before torch is loaded: on cores that others use too, threads that wait for each other by spinning take ten times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# The same examples each time, however long a busy machine takes over one.
+settings.register_profile("pagewire", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("pagewire")
 
 _FAILED = "pagewire/failed_in_the_first_part"
 """In pytest's cache: None while the first part runs."""

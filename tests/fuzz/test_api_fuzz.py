@@ -23,6 +23,8 @@ from shared.messages import AbortRequest, DecodeRequest
 
 NUM_EXAMPLES = int(os.environ.get("PAGEWIRE_FUZZ_EXAMPLES", "25"))
 """Of each operation."""
+IS_SEARCH = "PAGEWIRE_FUZZ_EXAMPLES" in os.environ
+"""Other examples each time."""
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 
 pytestmark = pytest.mark.timeout(3600)
@@ -47,7 +49,7 @@ def api(stack: Stack) -> schemathesis.Schema:
 
 
 def fuzz(operation: schemathesis.openapi.APIOperation, num_examples: int, mode: GenerationMode) -> None:
-    @settings(max_examples=num_examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=num_examples, derandomize=not IS_SEARCH, database=None, suppress_health_check=list(HealthCheck))
     @given(case=operation.as_strategy(generation_mode=mode))
     def check(case: schemathesis.Case) -> None:
         case.call_and_validate(checks=CHECKS)
