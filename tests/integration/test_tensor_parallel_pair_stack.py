@@ -19,8 +19,10 @@ from tiny_models import with_changes, write_tiny_hf
 from shared.model_files.model_source import resolve_model
 
 NUM_RANKS = {"prefill-0": 2, "decode-0": 4}
-LIMIT_S = {signal.SIGKILL: 2.0, signal.SIGSTOP: 1.5 + 2.0}
-"""Until the worker has ended; a frozen rank is noticed after 1.5 s."""
+FROZEN_S = 4.0
+"""After which a frozen rank is noticed; longer than by default, for a test to do something meanwhile."""
+LIMIT_S = {signal.SIGKILL: 2.0, signal.SIGSTOP: FROZEN_S + 2.0}
+"""Until the worker has ended."""
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +40,8 @@ def alone(model: Path) -> Iterator[DecodeHarness]:
 
 @pytest.fixture(scope="module")
 def running(model: Path) -> Iterator[LocalStack]:
-    with LocalStack(
-        "--model", str(model), "--tensor-parallel", "2", decode_tensor_parallel_size=4, num_blocks=400, max_step_ms=20, debug="true"
-    ) as stack:
+    settings = {"decode_tensor_parallel_size": 4, "num_blocks": 400, "max_step_ms": 20, "kv_peer_timeout_s": FROZEN_S}
+    with LocalStack("--model", str(model), "--tensor-parallel", "2", debug="true", **settings) as stack:
         yield stack
 
 

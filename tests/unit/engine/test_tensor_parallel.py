@@ -46,7 +46,9 @@ PROMPTS = [prompt_of(length) for length in (1, 3, 13, 30)]
 
 @contextmanager
 def engine_of(size: int, source: ModelSource, model: Path, **settings: Any) -> Iterator[EngineCore]:
-    engine = engine_for(source, **{"model": str(model), "num_blocks": 200, "num_threads": 1, "tensor_parallel_size": size, **settings})
+    own = {"model": str(model), "num_blocks": 200, "num_threads": 1, "tensor_parallel_size": size}
+    # A busy machine may keep a rank from saying anything for a second or two.
+    engine = engine_for(source, **{**own, "kv_peer_timeout_s": 30.0, **settings})
     try:
         yield engine
     finally:
@@ -208,7 +210,7 @@ def test_a_chunk_of_which_no_row_is_wanted_ends_when_all_ranks_have_written_its_
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_engine_whose_rank_is_gone_or_frozen_says_so_in_time(llama: tuple[ModelSource, Path], number: signal.Signals) -> None:
     source, path = llama
-    with engine_of(2, source, path) as engine:
+    with engine_of(2, source, path, kv_peer_timeout_s=1.5) as engine:
         [rank] = ranks_of(engine)
         os.kill(rank.pid, number)
         engine.scheduler.add(Request("1", prompt_of(9), arrival_s=0.0, deadline_at_s=1e9))
