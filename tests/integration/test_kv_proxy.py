@@ -167,7 +167,7 @@ def test_cut_control_comes_back_and_the_transfer_goes_on_where_it_was(is_abrupt)
         pair.run()
         cutting.join()
         assert pair.is_exact
-        assert pair.sender.counters()["resumes"] == 1
+        assert pair.sender.counters()["resumes"] >= 1  # HELLO is said again where the answer is late
         assert pair.sender.counters()["chunks_resent"] == 0, "what has arrived does not travel again"
 
 
