@@ -52,8 +52,7 @@ class Workers:
         self.alone = self._new_decode(1)
 
     def _settings(self, degree: int) -> dict[str, object]:
-        own = {"model": str(self._directory), "tensor_parallel_size": degree, "max_num_batched_tokens": 16, "debug": True}
-        return {**own, "kv_peer_timeout_s": 30.0}  # nobody is made silent here, but a busy machine may keep one of six processes so
+        return {"model": str(self._directory), "tensor_parallel_size": degree, "max_num_batched_tokens": 16, "debug": True}
 
     def _new_prefill(self, degree: int) -> PrefillWorker:
         # The others show the memory that their ranks share, and hand over each layer while the next one runs.

@@ -16,7 +16,9 @@ from shared.ids import new_transfer_id
 from shared.messages import KVPeer, PrefillRequest, WorkerMessage
 from shared.model_files.model_source import ModelSource
 
-SETTINGS: dict[str, Any] = {"block_size": 4, "num_blocks": 64, "max_num_batched_tokens": 10, "num_threads": 1, "max_step_ms": 1e6}
+SETTINGS: dict[str, Any] = {
+    "block_size": 4, "num_blocks": 64, "max_num_batched_tokens": 10, "num_threads": 1, "max_step_ms": 1e6, "kv_peer_timeout_s": 30.0,
+}  # fmt: skip
 
 
 @contextmanager
