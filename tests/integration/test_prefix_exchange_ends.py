@@ -149,7 +149,8 @@ def test_holder_keeps_its_blocks_for_a_puller_that_never_comes_until_the_deadlin
 
 def test_puller_that_comes_too_late_for_the_holder_computes(holder: Worker, puller: Worker) -> None:
     holder.compute(NUM_BLOCKS)
-    pull = ask(holder, puller, deadline_s=0.3)
+    pull = ask(holder, puller, deadline_s=1.5)
+    puller.run_until(lambda: puller.exchange.receiver.state.num_transfers)
     holder.run_until(lambda: holder.manager.num_used() == 0)
     request = puller.request("a")
     ended = start(puller, pull, request)
