@@ -42,6 +42,7 @@ class ProxiedStack:
             "kv_transport": "tcp",
             "num_blocks": 128,
             "decode_num_blocks": NUM_BLOCKS,
+            "kv_peer_timeout_s": 4,  # what is silent for longer here was made so
         }
         self.stack = LocalStack(**{**given, "debug": "true", **settings})
 

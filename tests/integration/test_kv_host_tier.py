@@ -22,7 +22,7 @@ LOGPROBS = {"logprobs": 2, "return_tokens_as_token_ids": True, "ignore_eos": Tru
 @pytest.fixture(scope="module")
 def running() -> Iterator[LocalStack]:
     arguments = ("--prefill", "1", "--decode", "2", "--kv-host-cache-gib", "0.1")
-    with LocalStack(*arguments, num_blocks=NUM_BLOCKS, debug="true") as stack:
+    with LocalStack(*arguments, num_blocks=NUM_BLOCKS, debug="true", kv_peer_timeout_s=30) as stack:
         yield stack
 
 

@@ -44,7 +44,7 @@ def running() -> Iterator[LocalStack]:
 @pytest.fixture
 def stack(running: LocalStack) -> Iterator[LocalStack]:
     """Every worker is there, and after the test has given everything back."""
-    running.wait_until(lambda: all(running.metric("pagewire:kv_blocks_total", worker) for worker in WORKERS), 60)
+    running.wait_until(lambda: all(running.metric("pagewire:kv_blocks_total", worker) for worker in WORKERS), 180)
     yield running
     running.wait_until_idle()
 
@@ -64,7 +64,7 @@ class Case:
     def run(self, prompt: list[int], prefill: str | None, decode: str, pull: PrefixPull | None = None) -> Answer:
         return self.driver.finish(self.start(prompt, prefill, decode, pull))
 
-    def ask(self, holder: str, puller: str, prompt: list[int] = PROMPT, timeout_s: float = 5.0) -> PrefixPull:
+    def ask(self, holder: str, puller: str, prompt: list[int] = PROMPT, timeout_s: float = 30.0) -> PrefixPull:
         return self.driver.ask_for_prefix(holder, puller, prompt, NUM_PREFIX_BLOCKS, timeout_s, self._salt)
 
 

@@ -48,7 +48,7 @@ def running(model: Path) -> Iterator[LocalStack]:
 @pytest.fixture
 def stack(running: LocalStack) -> Iterator[LocalStack]:
     """Every worker is there, and after the test has given everything back."""
-    running.wait_until(lambda: all(running.metric("pagewire:kv_blocks_total", worker) for worker in NUM_RANKS), 60)
+    running.wait_until(lambda: all(running.metric("pagewire:kv_blocks_total", worker) for worker in NUM_RANKS), 180)
     yield running
     running.wait_until_idle()
 

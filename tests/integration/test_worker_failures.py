@@ -29,7 +29,7 @@ def shared_stack() -> Iterator[LocalStack]:
 @pytest.fixture
 def small(shared_stack: LocalStack) -> LocalStack:
     """A stack that has recovered from what the test before did to it."""
-    shared_stack.wait_until(lambda: _answers(shared_stack))
+    shared_stack.wait_until(lambda: _answers(shared_stack), 180)
     shared_stack.wait_until_idle()
     return shared_stack
 
@@ -112,7 +112,7 @@ def test_frozen_decode_is_gone_within_two_seconds(small: LocalStack) -> None:
         assert time.monotonic() - frozen_s < 3 + lost.so_far_s
     assert seen.error is not None
     os.kill(victim, signal.SIGCONT)
-    small.wait_until(lambda: _answers(small))
+    small.wait_until(lambda: _answers(small), 180)
 
 
 def test_requests_go_on_while_redis_is_frozen(small: LocalStack) -> None:
