@@ -163,7 +163,7 @@ class WorkerDirectory:
                 if self.redis_ok:
                     _logger.warning("Redis does not answer (%s); routing goes on with the workers known", type(error).__name__)
                 self.redis_ok = False
-                self._excuse_missing_records(self._clock.now_s())
+                self._excuse_missing_records(self._clock.now_s() + self._lease_s + 0.5)
             else:
                 self.redis_ok = True
                 try:
@@ -195,7 +195,7 @@ class WorkerDirectory:
     def _apply(self, listed_ids: set[str], records: dict[str, WorkerRecord]) -> None:
         now_s = self._clock.now_s()
         if now_s - self._applied_at_s > self._lease_s / 2:  # who had renewed in time had more than this left
-            self._excuse_missing_records(now_s)
+            self._excuse_missing_records(now_s + self._lease_s / 2)  # in which each renews twice
         self._applied_at_s = now_s
         for worker_id, worker in list(self._workers.items()):
             record = records.get(worker_id)
@@ -217,9 +217,9 @@ class WorkerDirectory:
             if worker_id not in self._workers and holder not in self._barred_until_s and self._is_compatible(holder, record):
                 self._add(record)
 
-    def _excuse_missing_records(self, now_s: float) -> None:
-        """Workers could not renew: a lease that ran out meanwhile says nothing about its worker, which has another one to renew in."""
-        self._outage_until_s = now_s + self._lease_s + 0.5
+    def _excuse_missing_records(self, until_s: float) -> None:
+        """Workers could not renew: a lease that ran out meanwhile says nothing about its worker, which has until then to do so."""
+        self._outage_until_s = max(self._outage_until_s, until_s)
 
     def _is_compatible(self, holder: Holder, record: WorkerRecord) -> bool:
         ours, theirs = self._model_fingerprint, record.model_fingerprint
