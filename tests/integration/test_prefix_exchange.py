@@ -214,11 +214,11 @@ def test_next_turn_of_a_conversation_is_pulled_from_the_decode_worker_that_wrote
     assert_equals_plain_run(result["choices"][0])
     assert result["usage"]["prompt_tokens_details"]["cached_tokens"] == 8 * BLOCK_SIZE
     after = stack.statistics()
-    assert [sum(after[worker].counters[name] - before[worker].counters[name] for worker in WORKERS) for name in Pulls.NAMES] == [
-        1,
-        8 - 3,
-        0,
-    ]
+    num_pulls, num_blocks, num_failures = (
+        sum(after[worker].counters[name] - before[worker].counters[name] for worker in WORKERS) for name in Pulls.NAMES
+    )
+    assert (num_pulls, num_failures) == (1, 0)
+    assert num_blocks in (8 - 3, 8)  # the other prefill worker, where that one was measured to be faster, has none of them
 
 
 def test_two_of_each_serve_and_decode_killed_before_the_first_token_is_replaced(stack: LocalStack) -> None:
