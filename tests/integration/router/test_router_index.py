@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
+import pytest
 import redis
 from lost_time import LostTime
 from router_answers import CNT, CNT_IDS, check_error
@@ -21,6 +22,7 @@ def prompt_hashes(stack: Stack, token_ids: list[int]) -> list[bytes]:
     return hash_full_blocks(root_hash(stack.model.fingerprint, "float32", 16), token_ids, 16)
 
 
+@pytest.mark.usefixtures("patient_lookups")
 def test_request_goes_to_the_holder_of_its_prefix(bare: Stack) -> None:
     prompt = [504 + number for number in range(100)]
     bare.join("prefill", "p0")
@@ -34,6 +36,7 @@ def test_request_goes_to_the_holder_of_its_prefix(bare: Stack) -> None:
     eventually(lambda: len(holder.of_kind(PrefillRequest)) == 3)
 
 
+@pytest.mark.usefixtures("patient_lookups")
 def test_short_uncached_tail_stays_on_decode(bare: Stack) -> None:
     prompt = [504 + number for number in range(100)]
     prefill = bare.join("prefill", "p")
@@ -47,6 +50,7 @@ def test_short_uncached_tail_stays_on_decode(bare: Stack) -> None:
     assert decode.of_kind(DecodeRequest)[1].transfer_id is not None
 
 
+@pytest.mark.usefixtures("patient_lookups")
 def test_cache_salt_separates_prefixes(bare: Stack) -> None:
     prompt = [504 + number for number in range(100)]
     bare.join("prefill", "p")
