@@ -10,6 +10,7 @@ from tokenizers.models import BPE
 
 from shared.errors import ModelLoadError
 from shared.model_files.gguf import GGUFModel
+from shared.model_files.model_config import ending_ids
 from shared.text.pre_tokenizers import pre_tokenization
 from shared.text.tokenizer import Tokenizer
 
@@ -45,7 +46,7 @@ def gguf_special_tokens(model: GGUFModel) -> SpecialTokens:
     default_add_bos = True if is_sentencepiece else pre_tokenization(model.get(_PREFIX + "pre")).add_bos
     return SpecialTokens(
         vocab_size=len(tokens),
-        eos_token_ids=tuple(dict.fromkeys(eos)),
+        eos_token_ids=ending_ids(eos, len(tokens)),
         bos_token_id=next(iter(_token_ids(model, "bos_token_id")), None),
         add_bos=bool(model.get(_PREFIX + "add_bos_token", default_add_bos)),
     )

@@ -32,6 +32,8 @@ class HFTokenizerFacts:
     vocab_size: int
     bos_token_id: int | None
     add_bos: bool
+    eos_token_id: int | None
+    """The one that chat templates know; a model may have more that end an answer."""
 
 
 def _literal(value: Any) -> str | None:
@@ -63,11 +65,12 @@ def hf_tokenizer_facts(directory: Path) -> HFTokenizerFacts:
     ids = vocabulary | {token["content"]: token["id"] for token in data.get("added_tokens", [])}
     template_bos = _bos_of_post_processor(data.get("post_processor"))
     declared = config.get("add_bos_token")
-    bos = _literal(config.get("bos_token")) or template_bos
+    bos, eos = _literal(config.get("bos_token")) or template_bos, _literal(config.get("eos_token"))
     return HFTokenizerFacts(
         vocab_size=max(ids.values(), default=-1) + 1,
         bos_token_id=ids.get(bos) if bos else None,
         add_bos=template_bos is not None if declared is None else bool(declared),
+        eos_token_id=ids.get(eos) if eos else None,
     )
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from shared.errors import ModelLoadError
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,3 +210,11 @@ class ModelConfig:
             raise ModelLoadError(f"{experts.num_experts_per_token} of {experts.num_experts} experts a token: the model file is damaged")
         if experts is not None and experts.intermediate_size < 1:
             raise ModelLoadError(f"the experts' intermediate size is {experts.intermediate_size}; the model file is damaged")
+
+
+def ending_ids(token_ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
+    """Each of them once, in order; one outside the vocabulary, which nothing would ever draw, is left out and logged."""
+    unique = tuple(dict.fromkeys(token_ids))
+    if outside := [token_id for token_id in unique if not 0 <= token_id < vocab_size]:
+        _log.warning("ignoring eos_token_id %s: the vocabulary has ids 0 to %d", outside, vocab_size - 1)
+    return tuple(token_id for token_id in unique if 0 <= token_id < vocab_size)

@@ -19,7 +19,7 @@ from shared.model_files.dequantize import require_supported
 from shared.model_files.gguf import GGUFModel, open_gguf
 from shared.model_files.gguf_config import config_from_gguf
 from shared.model_files.gguf_tokenizer import tokenizer_from_gguf
-from shared.model_files.hf_config import config_from_hf, token_id_list
+from shared.model_files.hf_config import config_from_hf
 from shared.model_files.hf_tokenizer import hf_chat_template, hf_tokenizer_facts, read_json, tokenizer_from_hf
 from shared.model_files.model_config import LongRopeScaling, ModelConfig
 from shared.model_files.safetensors_file import read_all, safetensors_files
@@ -171,10 +171,9 @@ def _from_hf_directory(directory: Path, max_model_len: int | None, name: str | N
         raise ModelLoadError(f"{directory} has no config.json and no .gguf file: it is not a model")
     facts = hf_tokenizer_facts(directory)
     generation_config = read_json(directory / "generation_config.json")
-    config = config_from_hf(raw_config, generation_config, facts.vocab_size, facts.add_bos, facts.bos_token_id, max_model_len)
+    config = config_from_hf(raw_config, generation_config, facts, max_model_len)
     weight_map = read_json(directory / "model.safetensors.index.json").get("weight_map")
     files = () if is_dummy else safetensors_files(directory, weight_map)
-    eos = config.eos_token_ids or token_id_list(raw_config.get("eos_token_id"))
     return ModelSource(
         name=name or directory.resolve().name,
         format="dummy" if is_dummy else "safetensors",
@@ -182,7 +181,7 @@ def _from_hf_directory(directory: Path, max_model_len: int | None, name: str | N
         config=config,
         chat_template=hf_chat_template(directory),
         fingerprint=_fingerprint(files, json.dumps(raw_config, sort_keys=True) + " dummy" * is_dummy + _rope_in_use(config)),
-        load_tokenizer=partial(tokenizer_from_hf, directory, eos, config.max_model_len),
+        load_tokenizer=partial(tokenizer_from_hf, directory, config.eos_token_ids, config.max_model_len),
         tensors=read_all(files),
     )
 

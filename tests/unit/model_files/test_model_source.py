@@ -211,6 +211,27 @@ def test_generation_config_names_all_end_tokens(tmp_path: Path) -> None:
     assert source.config.eos_token_ids == source.load_tokenizer().eos_token_ids == (2, 0)
 
 
+def test_the_tokenizers_end_token_ends_answers_too(tmp_path: Path) -> None:
+    """Chat models made of base models often have the end of a turn there alone; transformers' own `eos_token` is the first."""
+    model = Path(hf(tmp_path, eos_token_id=0))
+    assert resolve_model(str(model)).config.eos_token_ids == (2, 0)
+    (model / "tokenizer_config.json").unlink()
+    assert resolve_model(str(model)).config.eos_token_ids == (0,)
+
+
+def test_end_tokens_that_are_null_in_one_file_are_those_of_the_other(tmp_path: Path) -> None:
+    model = Path(hf(tmp_path, eos_token_id=[0, 2]))
+    (model / "tokenizer_config.json").unlink()
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": None}))
+    assert resolve_model(str(model)).config.eos_token_ids == (0, 2)
+
+
+def test_end_tokens_outside_the_vocabulary_are_ignored_with_a_log_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert resolve_model(hf(tmp_path, eos_token_id=[99999, 2, -1])).config.eos_token_ids == (2,)
+    assert "[99999, -1]" in caplog.text
+    assert resolve_model(gguf(tmp_path, metadata={"tokenizer.ggml.eot_token_id": 99999})).config.eos_token_ids == (2,)
+
+
 @pytest.mark.parametrize(
     ("model", "words"),
     [
