@@ -194,6 +194,13 @@ class ModelConfig:
         num_pairs = self.rotary_dim // 2
         if self.rope_freq_factors is not None and len(self.rope_freq_factors) != num_pairs:
             raise ModelLoadError(f"rope_freqs.weight has {len(self.rope_freq_factors)} values, expected {num_pairs}")
+        factors = self.rope_scaling.factors if isinstance(self.rope_scaling, LongRopeScaling) else self.rope_freq_factors
+        if factors is not None and not min(factors) > 0:
+            raise ModelLoadError(f"the model's rotary frequencies are divided by {min(factors)}; all factors must be greater than 0")
+        if self.add_bos and self.bos_token_id is not None and not 0 <= self.bos_token_id < self.tokenizer_vocab_size:
+            raise ModelLoadError(
+                f"bos_token_id {self.bos_token_id}, which begins each text, is outside the vocabulary (0 to {self.tokenizer_vocab_size - 1})"
+            )
         if isinstance(self.rope_scaling, LongRopeScaling) and len(self.rope_scaling.factors) != num_pairs:
             raise ModelLoadError(f"rope scaling 'longrope' has {len(self.rope_scaling.factors)} factors, expected {num_pairs}")
         if self.sliding_windows and len(self.sliding_windows) != self.num_layers:

@@ -44,6 +44,8 @@ _HUB_FILES = [
 _FILE_NAME_TAIL = re.compile(r"(-\d{5}-of-\d{5})?\.gguf$")
 _QUANTISATION_TAIL = re.compile(r"[.-](I?Q\d\w*|BF16|F16|F32)$", re.IGNORECASE)
 _TENSOR_OF_LAYER = re.compile(r"^(?:model\.layers|blk)\.(\d+)\.")
+_TENSORS_OF_OTHER_MODELS = re.compile(r"^(position_embd|token_types|token_embd_norm|model\.embed_positions|model\.norm_embeddings?)\.")
+"""Outside the layers, and part of what they compute on."""
 _DERIVED_TENSORS = ("rotary_emb.inv_freq",)
 """Old checkpoints hold what follows from their configuration."""
 _SAMPLE_BYTES, _NUM_SAMPLES = 64 << 10, 16
@@ -113,13 +115,15 @@ class ModelSource:
         return stacked.row(expert)
 
     def check(self) -> None:
-        """Raises ModelLoadError unless all tensors are usable, and for one that lies within a layer and the model does not use: it would
-        take part in what the layer computes. Logs others that the file has and the model does not use."""
+        """Raises ModelLoadError unless all tensors are usable, and for one that the model does not use and that would take part in what it
+        computes: one within a layer, or a bias or a scale beside a weight that is used. Logs others that the model does not use."""
         used = {stored.name for _, stored in self.weights()}
         unused = sorted(set(self.tensors) - used - {ROPE_FREQS, ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT})
+        stems = {name.rpartition(".")[0] for name in used}
         for name in unused:
             layer = _TENSOR_OF_LAYER.match(name)
-            if layer is not None and int(layer[1]) < self.config.num_layers and not name.endswith(_DERIVED_TENSORS):
+            is_of_layer = layer is not None and int(layer[1]) < self.config.num_layers and not name.endswith(_DERIVED_TENSORS)
+            if is_of_layer or name.rpartition(".")[0] in stems or _TENSORS_OF_OTHER_MODELS.match(name):
                 raise ModelLoadError(f"tensor {name} is none of the {self.config.architecture} family's as this model is configured: the "
                                      "configuration belongs to another model, or asks for what is not supported")  # fmt: skip
         if unused:

@@ -253,12 +253,35 @@ def test_what_would_be_computed_wrongly_is_refused_by_name(tmp_path: Path, archi
         ({"llama.expert_shared_count": 1}, "expert_shared_count"),
         ({"llama.attention.value_length": 8}, "value_length 8"),
         ({"llama.rope.scaling.type": "longrope"}, "scaling.type 'longrope'"),
+        ({"llama.logit_scale": 0.5}, "logit_scale = 0.5"),
+        ({"llama.embedding_scale": 12.0}, "embedding_scale = 12.0"),
+        ({"llama.attention.scale": 0.5}, "attention.scale = 0.5"),
+        ({"llama.attention.causal": False}, "attention.causal = False"),
+        ({"llama.attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
+        ({"llama.rope.dimension_sections": [2, 3, 3, 0]}, "rope.dimension_sections"),
+        ({"llama.attention.head_count_kv": [2, 1]}, "attention.head_count_kv differs from layer to layer"),
+        ({"llama.block_count": "two"}, "block_count = 'two' must be a number"),
+        ({"tokenizer.ggml.eos_token_id": "</s>"}, "eos_token_id = '</s>' must be a token id"),
+        ({"tokenizer.ggml.bos_token_id": 99999, "tokenizer.ggml.add_bos_token": True}, "bos_token_id 99999"),
+        ({"tokenizer.ggml.token_type": [1, 1]}, "2 items in tokenizer.ggml.token_type"),
     ],
 )
 def test_the_same_of_gguf(tmp_path: Path, metadata: dict[str, Any], words: str) -> None:
     write_tiny_gguf(tmp_path / "m.gguf", metadata=metadata)
     with pytest.raises(ModelLoadError, match=words):
         resolve_model(str(tmp_path / "m.gguf"))
+
+
+def test_keys_of_gguf_that_ask_for_nothing_are_taken(tmp_path: Path) -> None:
+    neutral = {
+        "logit_scale": 1.0,
+        "attention.scale": 0.25,
+        "attention.causal": True,
+        "attention.head_count_kv": [2, 2],
+        "expert_group_count": 0,
+    }
+    write_tiny_gguf(tmp_path / "m.gguf", metadata={f"llama.{key}": value for key, value in neutral.items()})
+    assert resolve_model(str(tmp_path / "m.gguf")).config.num_kv_heads == 2
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)

@@ -163,6 +163,28 @@ def test_extra_tensor_of_a_layer_is_refused_by_name_unless_it_follows_from_the_c
     resolve_model(hf(tmp_path / "old", weights=tiny_weights() | {name.format("rotary_emb.inv_freq"): np.zeros(8, np.float32)}))
 
 
+@pytest.mark.parametrize("name", ["output.bias", "output_norm.bias", "position_embd.weight", "token_embd_norm.weight"])
+def test_extra_tensor_outside_the_layers_that_would_be_computed_with_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ModelLoadError, match=rf"tensor {name} is none of the llama family's"):
+        resolve_model(gguf(tmp_path, extra={name: np.ones(64, np.float32)}))
+
+
+@pytest.mark.parametrize("name", ["lm_head.bias", "model.norm.bias", "model.embed_positions.weight", "lm_head.weight_scale"])
+def test_the_same_of_safetensors(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ModelLoadError, match=rf"tensor {name} is none of the llama family's"):
+        resolve_model(hf(tmp_path, weights=tiny_weights() | {name: np.ones(64, np.float32)}))
+
+
+def test_a_head_beside_a_tied_embedding_is_ignored(tmp_path: Path) -> None:
+    assert resolve_model(hf(tmp_path, tie_word_embeddings=True)).config.tie_word_embeddings
+
+
+@pytest.mark.parametrize("factors", [[1.0] * 7 + [0.0], [1.0] * 7 + [-2.0]])
+def test_rope_freqs_that_divide_by_nothing_are_refused(tmp_path: Path, factors: list[float]) -> None:
+    with pytest.raises(ModelLoadError, match="greater than 0"):
+        resolve_model(gguf(tmp_path, extra={"rope_freqs.weight": np.array(factors, np.float32)}))
+
+
 @pytest.mark.parametrize("name", ["blk.1.attn_k.weight", "output_norm.weight", "token_embd.weight"])
 def test_missing_gguf_tensor_is_named_before_anything_is_loaded(tmp_path: Path, name: str) -> None:
     with pytest.raises(ModelLoadError, match=name):
