@@ -199,7 +199,7 @@ class ModelConfig:
             raise ModelLoadError(f"the model's rotary frequencies are divided by {min(factors)}; all factors must be greater than 0")
         if self.add_bos and self.bos_token_id is not None and not 0 <= self.bos_token_id < self.tokenizer_vocab_size:
             raise ModelLoadError(
-                f"bos_token_id {self.bos_token_id}, which begins each text, is outside the vocabulary (0 to {self.tokenizer_vocab_size - 1})"
+                f"bos_token_id {self.bos_token_id}, put before each text, is outside the vocabulary (0 to {self.tokenizer_vocab_size - 1})"
             )
         if isinstance(self.rope_scaling, LongRopeScaling) and len(self.rope_scaling.factors) != num_pairs:
             raise ModelLoadError(f"rope scaling 'longrope' has {len(self.rope_scaling.factors)} factors, expected {num_pairs}")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from shared.errors import ModelLoadError
 from shared.model_files.dequantize import require_supported
@@ -148,6 +148,12 @@ def _scalar_metadata(model: GGUFModel) -> str:
     return json.dumps({key: value for key, value in values.items() if isinstance(value, (str, int, float, bool))}, sort_keys=True)
 
 
+def _text_of_template(template: Any) -> str | None:
+    if template is not None and not isinstance(template, str):
+        raise ModelLoadError(f"the model's chat template must be text, and is {template!r:.60}: take it out, or put it right")
+    return template
+
+
 def _rope_in_use(config: ModelConfig) -> str:
     """What of the configuration depends on the served context and decides what keys in a cache mean: part of the fingerprint."""
     return f" {'long' if config.rope_scaling.is_long else 'short'} factors" if isinstance(config.rope_scaling, LongRopeScaling) else ""
@@ -162,7 +168,7 @@ def _from_gguf(path: Path, max_model_len: int | None, name: str | None = None) -
         format="gguf",
         files=model.paths,
         config=config,
-        chat_template=model.get("tokenizer.chat_template"),
+        chat_template=_text_of_template(model.get("tokenizer.chat_template")),
         fingerprint=_fingerprint(model.paths, _scalar_metadata(model) + _rope_in_use(config)),
         load_tokenizer=partial(tokenizer_from_gguf, model),
         tensors=model.tensors,
@@ -183,7 +189,7 @@ def _from_hf_directory(directory: Path, max_model_len: int | None, name: str | N
         format="dummy" if is_dummy else "safetensors",
         files=files,
         config=config,
-        chat_template=hf_chat_template(directory),
+        chat_template=_text_of_template(hf_chat_template(directory)),
         fingerprint=_fingerprint(files, json.dumps(raw_config, sort_keys=True) + " dummy" * is_dummy + _rope_in_use(config)),
         load_tokenizer=partial(tokenizer_from_hf, directory, config.eos_token_ids, config.max_model_len),
         tensors=read_all(files),

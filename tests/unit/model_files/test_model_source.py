@@ -233,6 +233,11 @@ def test_generation_config_names_all_end_tokens(tmp_path: Path) -> None:
     assert source.config.eos_token_ids == source.load_tokenizer().eos_token_ids == (2, 0)
 
 
+def test_a_chat_template_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="chat template must be text, and is 5"):
+        resolve_model(gguf(tmp_path, metadata={"tokenizer.chat_template": 5}))
+
+
 def test_the_tokenizers_end_token_ends_answers_too(tmp_path: Path) -> None:
     """Chat models made of base models often have the end of a turn there alone; transformers' own `eos_token` is the first."""
     model = Path(hf(tmp_path, eos_token_id=0))
