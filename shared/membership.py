@@ -72,6 +72,11 @@ def workers_key(namespace: str) -> str:
     return f"{namespace}:workers"
 
 
+def write_probe_key(namespace: str) -> str:
+    """Written by routers, to learn whether a record could be renewed."""
+    return f"{namespace}:write_probe"
+
+
 def blocks_key(namespace: str, worker_id: str, incarnation: int) -> str:
     """What one incarnation of a worker holds: block hash -> tier (see cache/redis_prefix_index.py)."""
     return f"{namespace}:block_tiers:{worker_id}:{incarnation}"
