@@ -56,7 +56,9 @@ def _bos_of_post_processor(processor: Mapping[str, Any] | None) -> str | None:
 def hf_tokenizer_facts(directory: Path) -> HFTokenizerFacts:
     """What the model configuration needs to know, from the JSON alone. `add_bos_token` in the config, where it is, has the last word."""
     path = directory / "tokenizer.json"
-    data, config = read_json(path), read_json(directory / "tokenizer_config.json")
+    data = read_json(path)
+    # Older files have the names of their special tokens in one of the two alone.
+    config = {**read_json(directory / "special_tokens_map.json"), **read_json(directory / "tokenizer_config.json")}
     if not data:
         raise ModelLoadError(f"{path} is missing: convert the tokenizer to the fast format (tokenizer.json)")
     vocabulary: dict[str, int] = data.get("model", {}).get("vocab", {})

@@ -24,7 +24,15 @@ from shared.model_files.hf_tokenizer import hf_chat_template, hf_tokenizer_facts
 from shared.model_files.model_config import LongRopeScaling, ModelConfig
 from shared.model_files.safetensors_file import read_all, safetensors_files
 from shared.model_files.stored_tensor import StoredTensor
-from shared.model_files.weight_names import ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT, ROPE_FREQS, ExpectedWeight, expected_weights
+from shared.model_files.weight_names import (
+    EMBEDDING,
+    HEAD,
+    ROPE_FACTORS_LONG,
+    ROPE_FACTORS_SHORT,
+    ROPE_FREQS,
+    ExpectedWeight,
+    expected_weights,
+)
 from shared.text.tokenizer import Tokenizer
 
 Quantization = Literal["fp8"]
@@ -37,6 +45,7 @@ _HUB_FILES = [
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
+    "special_tokens_map.json",
     "*.jinja",
     "*.safetensors",
     "*.index.json",
@@ -98,6 +107,8 @@ class ModelSource:
         for expected in expected_weights(self.config):
             stored_name = expected.gguf_name if self.format == "gguf" else expected.name
             stored = self.tensors.get(stored_name)
+            if stored is None and self.config.tie_word_embeddings and expected.name == EMBEDDING:
+                stored = self.tensors.get(HEAD)  # who drops one of two names of a tensor may drop either
             if stored is None:
                 raise ModelLoadError(f"tensor {stored_name} is missing from {self.files[0]}: the file is incomplete, download it again")
             if self.format == "gguf" and expected.gguf_expert is not None:

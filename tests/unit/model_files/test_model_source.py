@@ -13,6 +13,7 @@ import pytest
 from tiny_models import TINY_CONFIG, tiny_weights, write_tiny_gguf, write_tiny_hf
 
 from shared.errors import ModelLoadError
+from shared.model_files.dequantize import dequantize
 from shared.model_files.model_config import LinearRopeScaling, Llama3RopeScaling
 from shared.model_files.model_source import resolve_model
 
@@ -179,6 +180,18 @@ def test_a_head_beside_a_tied_embedding_is_ignored(tmp_path: Path) -> None:
     assert resolve_model(hf(tmp_path, tie_word_embeddings=True)).config.tie_word_embeddings
 
 
+def test_a_tied_embedding_may_be_there_under_the_name_of_the_head_alone(tmp_path: Path) -> None:
+    """As `safetensors.torch.save_model` leaves it."""
+    weights = tiny_weights()
+    head = weights["lm_head.weight"]
+    del weights["model.embed_tokens.weight"]
+    source = resolve_model(hf(tmp_path, weights=weights, tie_word_embeddings=True))
+    stored = next(stored for expected, stored in source.weights() if expected.name == "model.embed_tokens.weight")
+    np.testing.assert_array_equal(dequantize(stored), head)
+    with pytest.raises(ModelLoadError, match=r"model\.embed_tokens\.weight is missing"):
+        resolve_model(hf(tmp_path, weights=weights, tie_word_embeddings=False))
+
+
 @pytest.mark.parametrize("factors", [[1.0] * 7 + [0.0], [1.0] * 7 + [-2.0]])
 def test_rope_freqs_that_divide_by_nothing_are_refused(tmp_path: Path, factors: list[float]) -> None:
     with pytest.raises(ModelLoadError, match="greater than 0"):
@@ -243,6 +256,16 @@ def test_the_tokenizers_end_token_ends_answers_too(tmp_path: Path) -> None:
     model = Path(hf(tmp_path, eos_token_id=0))
     assert resolve_model(str(model)).config.eos_token_ids == (2, 0)
     (model / "tokenizer_config.json").unlink()
+    assert resolve_model(str(model)).config.eos_token_ids == (0,)
+
+
+def test_special_tokens_may_be_named_in_their_map_alone(tmp_path: Path) -> None:
+    model = Path(hf(tmp_path, eos_token_id=0))
+    names = (model / "tokenizer_config.json").rename(model / "special_tokens_map.json")
+    config = resolve_model(str(model)).config
+    assert (config.eos_token_ids, config.bos_token_id) == ((2, 0), 1)
+    (model / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    names.write_text(json.dumps({"eos_token": "</s>"}))
     assert resolve_model(str(model)).config.eos_token_ids == (0,)
 
 
