@@ -57,6 +57,8 @@ class WorkerRecord(BaseModel):
     """For which it has host memory besides."""
     max_model_len: int
     vocab_size: int
+    is_draining: bool = False
+    """It ends what it has, and takes nothing new."""
     stats: WorkerStats = WorkerStats()
 
 

@@ -139,8 +139,10 @@ class WorkerDirectory:
         return list(self._workers.values())
 
     def usable(self, role: WorkerRole) -> list[Worker]:
-        """Connected workers of `role`. One whose record is missing but whose lease may still run is taken only if no other is left."""
-        connected = [worker for worker in self._workers.values() if worker.record.role == role and worker.client.is_connected]
+        """Connected workers of `role`, none that is about to leave. One whose record is missing but whose lease may still run is taken only
+        if no other is left."""
+        workers = [worker for worker in self._workers.values() if worker.record.role == role and not worker.record.is_draining]
+        connected = [worker for worker in workers if worker.client.is_connected]
         return [worker for worker in connected if worker.missing_since_s is None] or connected
 
     @property

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from local_stack import CNT, LocalStack, Streamed, ids
+from local_stack import CNT, LocalStack, Streamed, ids, is_alive
 from plain_run import assert_equals_plain_run
 
 LONG = 1000
@@ -104,16 +104,41 @@ def test_frozen_decode_is_gone_within_two_seconds(small: LocalStack) -> None:
     small.wait_until(lambda: _answers(small), 20)
 
 
-def test_two_of_each_serve_and_decode_killed_before_the_first_token_is_replaced() -> None:
-    with LocalStack("--prefill", "2", "--decode", "2", num_blocks=300) as stack:
-        assert set(stack.pids) == {"redis", "router", "prefill-0", "prefill-1", "decode-0", "decode-1"}
-        assert [stack.tokens(CNT, 3) for _ in range(4)] == [[216, 38, 28]] * 4
-        request = in_the_middle_of_a_prompt(stack, seed=520)
-        busy = max(("decode-0", "decode-1"), key=lambda name: stack.metric("pagewire:kv_blocks_used", name))
-        os.kill(stack.pid(busy), signal.SIGKILL)
-        request.join(60)
-        assert isinstance(request.result, dict), request.result
-        assert_equals_plain_run(request.result["choices"][0])
+@pytest.fixture(scope="module")
+def pairs() -> Iterator[LocalStack]:
+    with LocalStack("--prefill", "2", "--decode", "2", num_blocks=300, drain_s=60) as running:
+        yield running
+
+
+def busier_decode(stack: LocalStack) -> str:
+    return max(("decode-0", "decode-1"), key=lambda name: stack.metric("pagewire:kv_blocks_used", name))
+
+
+def test_workers_told_to_leave_end_their_answers_first_and_new_requests_go_elsewhere(pairs: LocalStack) -> None:
+    answer = Background(pairs.stream, CNT, 100, ignore_eos=True)
+    pairs.wait_until(lambda: any(pairs.num_used_blocks()[name] for name in ("decode-0", "decode-1")), 10)
+    leaving = pairs.pid(busier_decode(pairs))
+    prompt = in_the_middle_of_a_prompt(pairs, seed=530)
+    computing = max(("prefill-0", "prefill-1"), key=lambda name: pairs.metric("pagewire:kv_blocks_used", name))
+    for pid in (leaving, pairs.pid(computing)):
+        os.kill(pid, signal.SIGTERM)
+    assert [pairs.tokens(CNT, 3) for _ in range(3)] == [[216, 38, 28]] * 3
+    answer.join(60)
+    prompt.join(60)
+    assert answer.result.error is None and len(answer.result.token_ids) == 100
+    assert isinstance(prompt.result, dict), prompt.result
+    assert_equals_plain_run(prompt.result["choices"][0])
+    pairs.wait_until(lambda: not is_alive(leaving), 10)
+
+
+def test_two_of_each_serve_and_decode_killed_before_the_first_token_is_replaced(pairs: LocalStack) -> None:
+    assert set(pairs.pids) == {"redis", "router", "prefill-0", "prefill-1", "decode-0", "decode-1"}
+    assert [pairs.tokens(CNT, 3) for _ in range(4)] == [[216, 38, 28]] * 4
+    request = in_the_middle_of_a_prompt(pairs, seed=520)
+    os.kill(pairs.pid(busier_decode(pairs)), signal.SIGKILL)
+    request.join(60)
+    assert isinstance(request.result, dict), request.result
+    assert_equals_plain_run(request.result["choices"][0])
 
 
 def test_requests_go_on_while_redis_is_frozen(small: LocalStack) -> None:
