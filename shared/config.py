@@ -139,6 +139,11 @@ class Settings(BaseModel):
     # Lifecycle
     lease_s: float = Field(1.5, gt=0.1, description="a worker that has not renewed for this long is gone")
     request_timeout_s: float = Field(600.0, gt=0)
+    drain_s: float = Field(
+        8.0,
+        ge=0,
+        description="worker: how long the requests it has may go on after SIGTERM; new ones go elsewhere. A second one ends it at once",
+    )
     max_num_requests: int = Field(1024, ge=1, description="router: requests in flight; more are answered 429")
     max_retries: int = Field(2, ge=0, description="router: other workers tried before the first token")
     debug: bool = Field(False, description="check the block invariants after every step")

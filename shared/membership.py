@@ -57,6 +57,8 @@ class WorkerRecord(BaseModel):
     """For which it has host memory besides."""
     max_model_len: int
     vocab_size: int
+    is_draining: bool = False
+    """It ends what it has, and takes nothing new."""
     stats: WorkerStats = WorkerStats()
 
 
@@ -70,6 +72,11 @@ def workers_key(namespace: str) -> str:
     A worker that leaves in order removes its id; one whose lease ran out stays listed, until a reader drops it.
     """
     return f"{namespace}:workers"
+
+
+def write_probe_key(namespace: str) -> str:
+    """Written by routers, to learn whether a record could be renewed."""
+    return f"{namespace}:write_probe"
 
 
 def blocks_key(namespace: str, worker_id: str, incarnation: int) -> str:

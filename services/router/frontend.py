@@ -184,8 +184,8 @@ class Frontend:
         if isinstance(prompt, str):
             token_ids = await self._model.encode(prompt, body.add_special_tokens is not False)
         else:
-            self._model.check_ids(prompt, "prompt")
             token_ids = prompt
+        self._model.check_ids(token_ids, "prompt")  # of text too: a tokenizer may know tokens that the model does not
         kept = self._truncated(body, token_ids, DEFAULT_COMPLETION_MAX_TOKENS)
         if not body.echo:
             return _TokenizedPrompt(kept)
@@ -206,7 +206,9 @@ class Frontend:
         text = await self._model.render(inputs, add_generation_prompt, variables)
         if continues_final:
             text = up_to_final_message(text, inputs[-1]["content"])
-        return await self._model.encode(text, add_special_tokens)
+        token_ids = await self._model.encode(text, add_special_tokens)
+        self._model.check_ids(token_ids, "messages")
+        return token_ids
 
     def _truncated(self, body: GenerationRequest, token_ids: list[int], default_max_tokens: int | None) -> list[int]:
         """The last truncate_prompt_tokens of a prompt; for -1, the last that leave room for what is to be generated."""

@@ -1,8 +1,9 @@
 """Which workers there are: the records in Redis, read every POLL_INTERVAL_S, joined with the state of each worker's connection.
 
-While Redis does not answer, the last known table stays in use. A worker is gone when its connection breaks (milliseconds), when
-its lease has run out, when another incarnation took its name, or when it left. A lease that ran out while this process could not look
-says nothing: on a machine that was held up as a whole (suspended, a virtual one not scheduled) nobody could renew.
+While Redis does not answer, or takes no writes, so that no worker can renew its lease (it is full, or a replica, or cannot save), the last
+known table stays in use. A worker is gone when its connection breaks (milliseconds), when its lease has run out, when another incarnation
+took its name, or when it left. A lease that ran out while this process could not look says nothing: on a machine that was held up as a
+whole (suspended, a virtual one not scheduled) nobody could renew.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from typing import Literal
 import redis
 import redis.asyncio
 import zmq
+from redis.exceptions import NoPermissionError
 
 from services.router.policy import Candidate
 from services.router.worker_client import WorkerClient
 from shared.cache.prefix_index import Holder, Overlap
 from shared.cache.redis_prefix_index import SOCKET_TIMEOUT_S
 from shared.clock import Clock
-from shared.membership import WorkerRecord, parse_record, worker_key, workers_key
+from shared.membership import WorkerRecord, parse_record, worker_key, workers_key, write_probe_key
 from shared.messages import KVPeer, WorkerTiming
 from shared.transport.protocol.kv_format import KVFormat
 
@@ -139,8 +141,10 @@ class WorkerDirectory:
         return list(self._workers.values())
 
     def usable(self, role: WorkerRole) -> list[Worker]:
-        """Connected workers of `role`. One whose record is missing but whose lease may still run is taken only if no other is left."""
-        connected = [worker for worker in self._workers.values() if worker.record.role == role and worker.client.is_connected]
+        """Connected workers of `role`, none that is about to leave. One whose record is missing but whose lease may still run is taken only
+        if no other is left."""
+        workers = [worker for worker in self._workers.values() if worker.record.role == role and not worker.record.is_draining]
+        connected = [worker for worker in workers if worker.client.is_connected]
         return [worker for worker in connected if worker.missing_since_s is None] or connected
 
     @property
@@ -161,7 +165,7 @@ class WorkerDirectory:
                     listed_ids, records = await self._read()
             except (redis.RedisError, OSError, TimeoutError) as error:
                 if self.redis_ok:
-                    _logger.warning("Redis does not answer (%s); routing goes on with the workers known", type(error).__name__)
+                    _logger.warning("Redis does not serve (%s: %s); routing goes on with the workers known", type(error).__name__, error)
                 self.redis_ok = False
                 self._excuse_missing_records(self._clock.now_s() + self._lease_s + 0.5)
             else:
@@ -176,13 +180,19 @@ class WorkerDirectory:
             await asyncio.sleep(POLL_INTERVAL_S)
 
     async def _read(self) -> tuple[set[str], dict[str, WorkerRecord]]:
-        """The listed ids and the records that exist: one round trip, two when there is a new id."""
+        """The listed ids and the records that exist: one round trip, two when there is a new id. Raises RedisError, also where Redis
+        answers and would refuse a worker's record."""
         known_ids = list(self._workers)
         async with self._client.pipeline(transaction=False) as pipe:
+            pipe.set(write_probe_key(self._namespace), 1, px=int(self._lease_s * 1000))
             pipe.smembers(workers_key(self._namespace))
             if known_ids:
                 pipe.mget([worker_key(self._namespace, worker_id) for worker_id in known_ids])
-            replies = await pipe.execute()
+            probe, *replies = await pipe.execute(raise_on_error=False)
+        # A router that is not permitted to write says nothing about the workers.
+        refusals = replies if isinstance(probe, NoPermissionError) else [probe, *replies]
+        if refusal := next((reply for reply in refusals if isinstance(reply, redis.RedisError)), None):
+            raise refusal
         listed_ids = {member.decode(errors="replace") for member in replies[0]}
         found = dict(zip(known_ids, replies[1], strict=True)) if known_ids else {}
         new_ids = sorted(listed_ids.difference(known_ids))

@@ -73,6 +73,9 @@ class SamplingRow:
         return row_parameters(*filters, self.seed, self.sequence_index, self.num_output_tokens)
 
 
+_NOT_FINITE = "the model's logits are not finite numbers: its weights are damaged, or too large for the engine's dtype (float32 takes most)"
+
+
 @dataclass(frozen=True)
 class SampledToken:
     token_id: int
@@ -99,17 +102,17 @@ class PendingTokens:
             self.tokens = sampling.sample_tokens(adjusted, parameters)
         self._logprobs = _PendingLogprobs(logits, rows, self.tokens)
         self._on_host = to_host(self.tokens)
+        self._logits = to_host(logits.gather(1, self.tokens[:, None]))
         self._done = Marker(logits.device)
 
     def result(self) -> list[SampledToken | ValueError]:
-        """Waits for the device. A ValueError for a row whose log-probabilities are no numbers."""
+        """Waits for the device. A ValueError for a row of which no logit, or no log-probability, is a number: whatever token was drawn
+        of it means nothing."""
         self._done.wait()
         logprobs = self._logprobs.result()
-        if not logprobs:
-            return [SampledToken(token_id, None) for token_id in self._on_host.tolist()]
         tokens: list[SampledToken | ValueError] = []
-        for index, token_id in enumerate(self._on_host.tolist()):
-            found = logprobs.get(index)
+        for index, (token_id, (logit,)) in enumerate(zip(self._on_host.tolist(), self._logits.tolist(), strict=True)):
+            found = logprobs.get(index) if math.isfinite(logit) else ValueError(_NOT_FINITE)
             tokens.append(found if isinstance(found, ValueError) else SampledToken(token_id, found))
         return tokens
 
@@ -209,7 +212,7 @@ class _PendingLogprobs:
                     logprob=logprob, rank=rank, top_token_ids=tuple(top_ids[:num]), top_logprobs=tuple(top_logprobs[:num])
                 )
             else:
-                found[index] = ValueError("the model's log-probabilities are not finite numbers")
+                found[index] = ValueError(_NOT_FINITE)
         return found
 
 

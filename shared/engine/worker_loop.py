@@ -99,6 +99,8 @@ class WorkerLoop(ABC):
             self.receiver_events(),
         )
         self._stopping = threading.Event()
+        self._drained_by_s: float | None = None
+        """Set once the worker is told to leave: when it goes at the latest."""
         self._launched: LaunchedStep | None = None
         """The step that runs, where steps are queued ahead."""
         self._num_failures = 0
@@ -188,7 +190,7 @@ class WorkerLoop(ABC):
         self.rpc.start()
         self._lease.start()
         try:
-            while not self._stopping.is_set():
+            while not self._stopping.is_set() and not self._is_drained():
                 self._turn()
         finally:
             self._lease.close()
@@ -203,6 +205,21 @@ class WorkerLoop(ABC):
         """From any thread or a signal handler."""
         self._stopping.set()
         self._wake()
+
+    def drain(self) -> None:
+        """From a signal handler: take nothing new, and stop when what is here has ended or `drain_s` are over. Again: stop at once."""
+        if self.is_draining:
+            self.stop()
+        else:
+            self._drained_by_s = self.clock.now_s() + self.settings.drain_s
+            self._wake()
+
+    @property
+    def is_draining(self) -> bool:
+        return self._drained_by_s is not None
+
+    def _is_drained(self) -> bool:
+        return self._drained_by_s is not None and (not self.routers_in_use() or self.clock.now_s() >= self._drained_by_s)
 
     def _wake(self) -> None:
         """From any thread: something may be possible that was not."""
@@ -311,7 +328,7 @@ class WorkerLoop(ABC):
             self.forget_prefill(message)
             return
         if isinstance(message, SendPrefix):
-            if not self._stopping.is_set():
+            if not self.is_draining:
                 self.prefixes.send(message)
             return
         problem = self._refusal(message)
@@ -337,7 +354,7 @@ class WorkerLoop(ABC):
 
         if message.kind != self.role:
             return invalid(f"this is a {self.role} worker")
-        if self._stopping.is_set():
+        if self.is_draining or self._stopping.is_set():
             return RequestFailed(
                 request_id=message.request_id, message="the worker is shutting down", error_type="unavailable", retryable=True
             )
@@ -374,6 +391,7 @@ class WorkerLoop(ABC):
             num_host_blocks=host_tier.num_slots if host_tier is not None else 0,
             max_model_len=self.engine.max_model_len,
             vocab_size=self.engine.config.tokenizer_vocab_size,
+            is_draining=self.is_draining,
             stats=self._stats,
         )
 

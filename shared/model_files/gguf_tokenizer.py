@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import tokenizers
 from tokenizers import AddedToken, decoders, normalizers
 from tokenizers.models import BPE
 
 from shared.errors import ModelLoadError
 from shared.model_files.gguf import GGUFModel
+from shared.model_files.model_config import ending_ids
 from shared.text.pre_tokenizers import pre_tokenization
 from shared.text.tokenizer import Tokenizer
 
@@ -28,7 +30,14 @@ class SpecialTokens:
 
 
 def _token_ids(model: GGUFModel, *names: str) -> list[int]:
-    return [int(value) for name in names if (value := model.get(_PREFIX + name)) is not None]
+    """Of keys that hold an id, or several."""
+    found: list[int] = []
+    for name in names:
+        value = model.get(_PREFIX + name)
+        if value is not None and (isinstance(value, str) or np.asarray(value).dtype.kind not in "iu"):
+            raise ModelLoadError(f"{_PREFIX}{name} = {value!r} must be a token id")
+        found += [] if value is None else np.atleast_1d(value).tolist()
+    return found
 
 
 def gguf_special_tokens(model: GGUFModel) -> SpecialTokens:
@@ -37,15 +46,19 @@ def gguf_special_tokens(model: GGUFModel) -> SpecialTokens:
     if not tokens:
         raise ModelLoadError(f"{model.paths[0]} has no tokenizer (tokenizer.ggml.tokens)")
     types = model.get(_PREFIX + "token_type")
+    if types is not None and len(types) != len(tokens):
+        raise ModelLoadError(
+            f"{model.paths[0]} has {len(types)} items in tokenizer.ggml.token_type for {len(tokens)} tokens: the file is damaged"
+        )
     eos = _token_ids(model, "eos_token_id", "eot_token_id", "eom_token_id")
-    if types is not None and len(types) == len(tokens):
+    if types is not None:
         controls = {tokens[token_id]: token_id for token_id in (types == _CONTROL).nonzero()[0].tolist()}
         eos += [controls[name] for name in _END_OF_TURN if name in controls]
     is_sentencepiece = model.get(_PREFIX + "model") == "llama"
     default_add_bos = True if is_sentencepiece else pre_tokenization(model.get(_PREFIX + "pre")).add_bos
     return SpecialTokens(
         vocab_size=len(tokens),
-        eos_token_ids=tuple(dict.fromkeys(eos)),
+        eos_token_ids=ending_ids(eos, len(tokens)),
         bos_token_id=next(iter(_token_ids(model, "bos_token_id")), None),
         add_bos=bool(model.get(_PREFIX + "add_bos_token", default_add_bos)),
     )
@@ -94,15 +107,20 @@ def tokenizer_from_gguf(model: GGUFModel) -> Tokenizer:
     special = gguf_special_tokens(model)
     tokens: list[str] = model.get(_PREFIX + "tokens")
     types = model.get(_PREFIX + "token_type")
-    kinds: list[int] = types.tolist() if types is not None and len(types) == len(tokens) else [1] * len(tokens)
+    kinds: list[int] = [1] * len(tokens) if types is None else types.tolist()
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
     kind = model.get(_PREFIX + "model")
-    if kind == "gpt2":
-        backend = _byte_level_backend(model, vocabulary)
-    elif kind == "llama":
-        backend = _sentencepiece_backend(model, tokens, vocabulary, [value not in (_CONTROL, _USER_DEFINED) for value in kinds])
-    else:
+    if kind not in ("gpt2", "llama"):
         raise ModelLoadError(f"tokenizer {kind!r} (tokenizer.ggml.model) is not supported; supported are gpt2 and llama")
+    try:
+        if kind == "gpt2":
+            backend = _byte_level_backend(model, vocabulary)
+        else:
+            backend = _sentencepiece_backend(model, tokens, vocabulary, [value not in (_CONTROL, _USER_DEFINED) for value in kinds])
+    except ModelLoadError:
+        raise
+    except Exception as error:  # the library raises bare Exception, for merges of tokens that are not there
+        raise ModelLoadError(f"{model.paths[0]}: tokenizer.ggml.tokens and tokenizer.ggml.merges do not fit together: {error}") from error
     added = [
         AddedToken(token, special=value == _CONTROL, normalized=False)
         for token, value in zip(tokens, kinds, strict=True)

@@ -5,15 +5,15 @@ What `transformers` takes for a field that is not there holds here too, since it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from shared.errors import ModelLoadError
+from shared.model_files.hf_fields import Fields, given_fields, rope_parameters, token_ids
 from shared.model_files.hf_rope import hf_rope
-from shared.model_files.model_config import Architecture, ExpertsConfig, ModelConfig
-
-Fields = Mapping[str, Any]
+from shared.model_files.hf_tokenizer import HFTokenizerFacts
+from shared.model_files.model_config import Architecture, ExpertsConfig, ModelConfig, ending_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +26,6 @@ class _Family:
     """Fields that change what is computed and that this family has and not all: others refuse them."""
     activation_field: str = "hidden_act"
     activations: tuple[str, ...] = ("silu", "swish")
-
-
-def token_id_list(value: Any) -> tuple[int, ...]:
-    """`eos_token_id` is a number, a list of numbers, or null."""
-    if value is None:
-        return ()
-    return tuple(int(item) for item in value) if isinstance(value, list) else (int(value),)
 
 
 def _windows(config: Fields, default_types: list[str] | None = None) -> tuple[int | None, ...]:
@@ -137,7 +130,7 @@ def _gemma2(config: Fields) -> dict[str, Any]:
 
 def _gemma3(config: Fields) -> dict[str, Any]:
     period = int(config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6)
-    local = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
+    local = given_fields(rope_parameters(config).get("sliding_attention") or {})
     if local.get("rope_type", "default") != "default":
         raise ModelLoadError(f"config.json: rope_type {local['rope_type']!r} for sliding_attention is not supported; supported is default")
     theta = local.get("rope_theta") or config.get("rope_local_base_freq") or 10000.0
@@ -157,7 +150,10 @@ _FAMILIES = {
     "LlamaForCausalLM": _Family("llama", _llama, own_fields=("attention_bias", "mlp_bias")),
     "MistralForCausalLM": _Family("mistral", _mistral, {"sliding_window": 4096}, ("sliding_window",)),
     "MixtralForCausalLM": _Family(
-        "mixtral", _mixtral, {"rms_norm_eps": 1e-5, "num_local_experts": 8, "num_experts_per_tok": 2}, ("sliding_window", *_EXPERTS)
+        "mixtral",
+        _mixtral,
+        {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2},
+        ("sliding_window", *_EXPERTS),
     ),
     "SmolLM3ForCausalLM": _Family(
         "smollm3",
@@ -235,14 +231,7 @@ def _refuse_what_is_not_computed(config: Fields, name: str, family: _Family) -> 
             raise ModelLoadError(f"config.json: {what} ({field_name}{shown}) is not supported for {name}; use a model without it")
 
 
-def config_from_hf(
-    config: Fields,
-    generation_config: Fields,
-    tokenizer_vocab_size: int,
-    add_bos: bool,
-    bos_token_id: int | None,
-    max_model_len: int | None = None,
-) -> ModelConfig:
+def config_from_hf(config: Fields, generation_config: Fields, tokenizer: HFTokenizerFacts, max_model_len: int | None = None) -> ModelConfig:
     """`max_model_len`: what is served at most, where somebody said so. Raises ModelLoadError naming the architecture or field that is not
     supported or missing."""
     model_type = config.get("model_type", "")
@@ -251,17 +240,21 @@ def config_from_hf(
     if family is None:
         raise ModelLoadError(f"architecture {name!r} is not supported; supported: {', '.join(SUPPORTED_ARCHITECTURES)}")
     _refuse_what_is_not_computed(config, name, family)
-    config = {**family.defaults, **config, "architectures": [name]}
-    parameters: Fields = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    config = {**family.defaults, **given_fields(config), "architectures": [name]}
+    parameters = rope_parameters(config)
     if family.architecture == "gemma3":  # which has one for each kind of layer
         parameters = parameters.get("full_attention") or ({} if "sliding_attention" in parameters else parameters)
     elif family.architecture == "phi3" and parameters.get("rope_type", parameters.get("type")) in ("su", "yarn"):
         parameters = {**parameters, "rope_type": "longrope"}  # as it was called before
     if nested := sorted(key for key, value in parameters.items() if isinstance(value, dict)):
         raise ModelLoadError(f"config.json: rope_parameters for each of {', '.join(nested)} are not supported for {name}")
-    rope = hf_rope(config, parameters, max_model_len)
+    rope = hf_rope(config, given_fields(parameters), max_model_len)
     if rope.rotary_share != 1.0 and "partial_rotary_factor" not in family.own_fields:
         raise ModelLoadError(f"config.json: partial_rotary_factor {rope.rotary_share} is not supported for {name}; it must be 1")
+    # The tokenizer's own first: chat templates name it. Files that were edited by hand often have the chat's end there alone.
+    of_tokenizer = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    eos = of_tokenizer + (token_ids(generation_config, "eos_token_id") or token_ids(config, "eos_token_id"))
+    bos = token_ids(config, "bos_token_id")
     try:
         num_heads, hidden_size, vocab_size = int(config["num_attention_heads"]), int(config["hidden_size"]), int(config["vocab_size"])
         head_dim = int(config.get("head_dim") or hidden_size // num_heads)
@@ -274,16 +267,16 @@ def config_from_hf(
             num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
             head_dim=head_dim,
             vocab_size=vocab_size,
-            tokenizer_vocab_size=min(tokenizer_vocab_size, vocab_size),
+            tokenizer_vocab_size=min(tokenizer.vocab_size, vocab_size),
             max_model_len=rope.max_position,
             rope_theta=rope.theta,
             rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
             rope_scaling=rope.scaling,
             partial_rotary_dim=None if rope.rotary_share == 1.0 else int(head_dim * rope.rotary_share),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            eos_token_ids=token_id_list(generation_config.get("eos_token_id", config.get("eos_token_id"))),
-            bos_token_id=bos_token_id if bos_token_id is not None else next(iter(token_id_list(config.get("bos_token_id"))), None),
-            add_bos=add_bos,
+            eos_token_ids=ending_ids(eos, min(tokenizer.vocab_size, vocab_size)),
+            bos_token_id=tokenizer.bos_token_id if tokenizer.bos_token_id is not None else next(iter(bos), None),
+            add_bos=tokenizer.add_bos,
             **family.read(config),
         )
     except KeyError as error:

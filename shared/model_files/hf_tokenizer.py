@@ -32,6 +32,8 @@ class HFTokenizerFacts:
     vocab_size: int
     bos_token_id: int | None
     add_bos: bool
+    eos_token_id: int | None
+    """The one that chat templates know; a model may have more that end an answer."""
 
 
 def _literal(value: Any) -> str | None:
@@ -54,7 +56,9 @@ def _bos_of_post_processor(processor: Mapping[str, Any] | None) -> str | None:
 def hf_tokenizer_facts(directory: Path) -> HFTokenizerFacts:
     """What the model configuration needs to know, from the JSON alone. `add_bos_token` in the config, where it is, has the last word."""
     path = directory / "tokenizer.json"
-    data, config = read_json(path), read_json(directory / "tokenizer_config.json")
+    data = read_json(path)
+    # Older files have the names of their special tokens in one of the two alone.
+    config = {**read_json(directory / "special_tokens_map.json"), **read_json(directory / "tokenizer_config.json")}
     if not data:
         raise ModelLoadError(f"{path} is missing: convert the tokenizer to the fast format (tokenizer.json)")
     vocabulary: dict[str, int] = data.get("model", {}).get("vocab", {})
@@ -63,11 +67,12 @@ def hf_tokenizer_facts(directory: Path) -> HFTokenizerFacts:
     ids = vocabulary | {token["content"]: token["id"] for token in data.get("added_tokens", [])}
     template_bos = _bos_of_post_processor(data.get("post_processor"))
     declared = config.get("add_bos_token")
-    bos = _literal(config.get("bos_token")) or template_bos
+    bos, eos = _literal(config.get("bos_token")) or template_bos, _literal(config.get("eos_token"))
     return HFTokenizerFacts(
         vocab_size=max(ids.values(), default=-1) + 1,
         bos_token_id=ids.get(bos) if bos else None,
         add_bos=template_bos is not None if declared is None else bool(declared),
+        eos_token_id=ids.get(eos) if eos else None,
     )
 
 

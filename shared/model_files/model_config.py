@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from shared.errors import ModelLoadError
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +194,13 @@ class ModelConfig:
         num_pairs = self.rotary_dim // 2
         if self.rope_freq_factors is not None and len(self.rope_freq_factors) != num_pairs:
             raise ModelLoadError(f"rope_freqs.weight has {len(self.rope_freq_factors)} values, expected {num_pairs}")
+        factors = self.rope_scaling.factors if isinstance(self.rope_scaling, LongRopeScaling) else self.rope_freq_factors
+        if factors is not None and not min(factors) > 0:
+            raise ModelLoadError(f"the model's rotary frequencies are divided by {min(factors)}; all factors must be greater than 0")
+        if self.add_bos and self.bos_token_id is not None and not 0 <= self.bos_token_id < self.tokenizer_vocab_size:
+            raise ModelLoadError(
+                f"bos_token_id {self.bos_token_id}, put before each text, is outside the vocabulary (0 to {self.tokenizer_vocab_size - 1})"
+            )
         if isinstance(self.rope_scaling, LongRopeScaling) and len(self.rope_scaling.factors) != num_pairs:
             raise ModelLoadError(f"rope scaling 'longrope' has {len(self.rope_scaling.factors)} factors, expected {num_pairs}")
         if self.sliding_windows and len(self.sliding_windows) != self.num_layers:
@@ -207,3 +217,11 @@ class ModelConfig:
             raise ModelLoadError(f"{experts.num_experts_per_token} of {experts.num_experts} experts a token: the model file is damaged")
         if experts is not None and experts.intermediate_size < 1:
             raise ModelLoadError(f"the experts' intermediate size is {experts.intermediate_size}; the model file is damaged")
+
+
+def ending_ids(token_ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
+    """Each of them once, in order; one outside the vocabulary, which nothing would ever draw, is left out and logged."""
+    unique = tuple(dict.fromkeys(token_ids))
+    if outside := [token_id for token_id in unique if not 0 <= token_id < vocab_size]:
+        _log.warning("ignoring eos_token_id %s: the vocabulary has ids 0 to %d", outside, vocab_size - 1)
+    return tuple(token_id for token_id in unique if 0 <= token_id < vocab_size)

@@ -12,19 +12,27 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from shared.errors import ModelLoadError
 from shared.model_files.dequantize import require_supported
 from shared.model_files.gguf import GGUFModel, open_gguf
 from shared.model_files.gguf_config import config_from_gguf
 from shared.model_files.gguf_tokenizer import tokenizer_from_gguf
-from shared.model_files.hf_config import config_from_hf, token_id_list
+from shared.model_files.hf_config import config_from_hf
 from shared.model_files.hf_tokenizer import hf_chat_template, hf_tokenizer_facts, read_json, tokenizer_from_hf
 from shared.model_files.model_config import LongRopeScaling, ModelConfig
 from shared.model_files.safetensors_file import read_all, safetensors_files
 from shared.model_files.stored_tensor import StoredTensor
-from shared.model_files.weight_names import ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT, ROPE_FREQS, ExpectedWeight, expected_weights
+from shared.model_files.weight_names import (
+    EMBEDDING,
+    HEAD,
+    ROPE_FACTORS_LONG,
+    ROPE_FACTORS_SHORT,
+    ROPE_FREQS,
+    ExpectedWeight,
+    expected_weights,
+)
 from shared.text.tokenizer import Tokenizer
 
 Quantization = Literal["fp8"]
@@ -37,6 +45,7 @@ _HUB_FILES = [
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
+    "special_tokens_map.json",
     "*.jinja",
     "*.safetensors",
     "*.index.json",
@@ -44,6 +53,8 @@ _HUB_FILES = [
 _FILE_NAME_TAIL = re.compile(r"(-\d{5}-of-\d{5})?\.gguf$")
 _QUANTISATION_TAIL = re.compile(r"[.-](I?Q\d\w*|BF16|F16|F32)$", re.IGNORECASE)
 _TENSOR_OF_LAYER = re.compile(r"^(?:model\.layers|blk)\.(\d+)\.")
+_TENSORS_OF_OTHER_MODELS = re.compile(r"^(position_embd|token_types|token_embd_norm|model\.embed_positions|model\.norm_embeddings?)\.")
+"""Outside the layers, and part of what they compute on."""
 _DERIVED_TENSORS = ("rotary_emb.inv_freq",)
 """Old checkpoints hold what follows from their configuration."""
 _SAMPLE_BYTES, _NUM_SAMPLES = 64 << 10, 16
@@ -96,6 +107,8 @@ class ModelSource:
         for expected in expected_weights(self.config):
             stored_name = expected.gguf_name if self.format == "gguf" else expected.name
             stored = self.tensors.get(stored_name)
+            if stored is None and self.config.tie_word_embeddings and expected.name == EMBEDDING:
+                stored = self.tensors.get(HEAD)  # who drops one of two names of a tensor may drop either
             if stored is None:
                 raise ModelLoadError(f"tensor {stored_name} is missing from {self.files[0]}: the file is incomplete, download it again")
             if self.format == "gguf" and expected.gguf_expert is not None:
@@ -113,13 +126,15 @@ class ModelSource:
         return stacked.row(expert)
 
     def check(self) -> None:
-        """Raises ModelLoadError unless all tensors are usable, and for one that lies within a layer and the model does not use: it would
-        take part in what the layer computes. Logs others that the file has and the model does not use."""
+        """Raises ModelLoadError unless all tensors are usable, and for one that the model does not use and that would take part in what it
+        computes: one within a layer, or a bias or a scale beside a weight that is used. Logs others that the model does not use."""
         used = {stored.name for _, stored in self.weights()}
         unused = sorted(set(self.tensors) - used - {ROPE_FREQS, ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT})
+        stems = {name.rpartition(".")[0] for name in used}
         for name in unused:
             layer = _TENSOR_OF_LAYER.match(name)
-            if layer is not None and int(layer[1]) < self.config.num_layers and not name.endswith(_DERIVED_TENSORS):
+            is_of_layer = layer is not None and int(layer[1]) < self.config.num_layers and not name.endswith(_DERIVED_TENSORS)
+            if is_of_layer or name.rpartition(".")[0] in stems or _TENSORS_OF_OTHER_MODELS.match(name):
                 raise ModelLoadError(f"tensor {name} is none of the {self.config.architecture} family's as this model is configured: the "
                                      "configuration belongs to another model, or asks for what is not supported")  # fmt: skip
         if unused:
@@ -144,6 +159,12 @@ def _scalar_metadata(model: GGUFModel) -> str:
     return json.dumps({key: value for key, value in values.items() if isinstance(value, (str, int, float, bool))}, sort_keys=True)
 
 
+def _text_of_template(template: Any) -> str | None:
+    if template is not None and not isinstance(template, str):
+        raise ModelLoadError(f"the model's chat template must be text, and is {template!r:.60}: take it out, or put it right")
+    return template
+
+
 def _rope_in_use(config: ModelConfig) -> str:
     """What of the configuration depends on the served context and decides what keys in a cache mean: part of the fingerprint."""
     return f" {'long' if config.rope_scaling.is_long else 'short'} factors" if isinstance(config.rope_scaling, LongRopeScaling) else ""
@@ -158,7 +179,7 @@ def _from_gguf(path: Path, max_model_len: int | None, name: str | None = None) -
         format="gguf",
         files=model.paths,
         config=config,
-        chat_template=model.get("tokenizer.chat_template"),
+        chat_template=_text_of_template(model.get("tokenizer.chat_template")),
         fingerprint=_fingerprint(model.paths, _scalar_metadata(model) + _rope_in_use(config)),
         load_tokenizer=partial(tokenizer_from_gguf, model),
         tensors=model.tensors,
@@ -171,18 +192,17 @@ def _from_hf_directory(directory: Path, max_model_len: int | None, name: str | N
         raise ModelLoadError(f"{directory} has no config.json and no .gguf file: it is not a model")
     facts = hf_tokenizer_facts(directory)
     generation_config = read_json(directory / "generation_config.json")
-    config = config_from_hf(raw_config, generation_config, facts.vocab_size, facts.add_bos, facts.bos_token_id, max_model_len)
+    config = config_from_hf(raw_config, generation_config, facts, max_model_len)
     weight_map = read_json(directory / "model.safetensors.index.json").get("weight_map")
     files = () if is_dummy else safetensors_files(directory, weight_map)
-    eos = config.eos_token_ids or token_id_list(raw_config.get("eos_token_id"))
     return ModelSource(
         name=name or directory.resolve().name,
         format="dummy" if is_dummy else "safetensors",
         files=files,
         config=config,
-        chat_template=hf_chat_template(directory),
+        chat_template=_text_of_template(hf_chat_template(directory)),
         fingerprint=_fingerprint(files, json.dumps(raw_config, sort_keys=True) + " dummy" * is_dummy + _rope_in_use(config)),
-        load_tokenizer=partial(tokenizer_from_hf, directory, eos, config.max_model_len),
+        load_tokenizer=partial(tokenizer_from_hf, directory, config.eos_token_ids, config.max_model_len),
         tensors=read_all(files),
     )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from shared.model_files.model_config import Architecture, ModelConfig
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ROPE_FREQS = "rope_freqs.weight"
 ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 
@@ -40,14 +41,14 @@ class ExpectedWeight:
 def expected_weights(config: ModelConfig) -> Iterator[ExpectedWeight]:
     """Every tensor of the model, in the order of a forward pass."""
     hidden = config.hidden_size
-    yield ExpectedWeight("model.embed_tokens.weight", "token_embd.weight", (config.vocab_size, hidden))
+    yield ExpectedWeight(EMBEDDING, "token_embd.weight", (config.vocab_size, hidden))
     for layer in range(config.num_layers):
         yield from _norms(config, layer)
         yield from _attention(config, layer)
         yield from _experts(config, layer) if config.has_experts(layer) else _gated_mlp(config, layer)
     yield _norm(config, "model.norm", "output_norm", hidden)
     if not config.tie_word_embeddings:
-        yield ExpectedWeight("lm_head.weight", "output.weight", (config.vocab_size, hidden))
+        yield ExpectedWeight(HEAD, "output.weight", (config.vocab_size, hidden))
 
 
 def _norm(config: ModelConfig, name: str, gguf_name: str, size: int) -> ExpectedWeight:

@@ -26,6 +26,8 @@ _MAX_STEPS = 2_000_000
 _STEPS_OF_A_CALL = 20
 _MAX_POWER_BITS = 4096
 DEFAULT_MAX_OUTPUT_CHARS = 16 << 20
+_DEFINED = {"tools": None, "documents": None}
+"""Where nothing is given `transformers` passes None, and templates ask `if tools is not none`: an undefined one is not none."""
 _LOOP_FILTER = "_counted"
 _WIDE_FIELD = re.compile(r"%[^a-zA-Z%]*(\d{4}|\*)")
 
@@ -197,7 +199,13 @@ class ChatTemplate:
         pieces: list[str] = []
         size = 0
         try:
-            values = {**self._special_tokens, **variables, "messages": normalized, "add_generation_prompt": add_generation_prompt}
+            values = {
+                **_DEFINED,
+                **self._special_tokens,
+                **variables,
+                "messages": normalized,
+                "add_generation_prompt": add_generation_prompt,
+            }
             for piece in self._template.generate(values):
                 size += len(piece)
                 budget.check_size(size)

@@ -59,6 +59,7 @@ class PreTokenization:
 _SMOLLM = PreTokenization(_digits_one_by_one)
 _LLAMA_BPE = PreTokenization(_regexes(_LLAMA3), ignore_merges=True, add_bos=True)
 _GPT_2 = PreTokenization(_byte_level)
+_QWEN_2 = PreTokenization(_regexes(_QWEN2))
 _DEFAULT = PreTokenization(_regexes(r"[\p{P}\$\+<=>\^~\|]+", _GPT2_WORDS, r"\p{N}+", r"[0-9][0-9][0-9]"))
 
 PRE_TOKENIZATIONS: dict[str, PreTokenization] = {
@@ -68,7 +69,9 @@ PRE_TOKENIZATIONS: dict[str, PreTokenization] = {
     "llama-v3": _LLAMA_BPE,
     "gpt-2": _GPT_2,
     "gpt2": _GPT_2,
-    "qwen2": PreTokenization(_regexes(_QWEN2)),
+    "qwen2": _QWEN_2,
+    "deepseek-r1-qwen": _QWEN_2,
+    "falcon3": _LLAMA_BPE,
     "dbrx": PreTokenization(_regexes(_LLAMA3)),
     "smaug-bpe": PreTokenization(_regexes(_LLAMA3)),
     "gpt-4o": PreTokenization(_regexes(_O200K)),

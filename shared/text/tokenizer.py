@@ -32,10 +32,14 @@ def _byte_characters() -> dict[str, int]:
 _BYTE_OF_CHARACTER = _byte_characters()
 
 
-def _decoder_kinds(decoder: dict[str, Any] | None) -> set[str]:
-    if decoder is None:
-        return set()
-    return {decoder["type"]}.union(*(_decoder_kinds(inner) for inner in decoder.get("decoders", [])))
+def _decoder_steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
+    return [step for inner in decoder["decoders"] for step in _decoder_steps(inner)] if decoder["type"] == "Sequence" else [decoder]
+
+
+def _strips_leading_space(step: dict[str, Any]) -> bool:
+    if step["type"] == "Metaspace":  # a model that prepends nothing has none to take away
+        return bool(step["prepend_scheme"] != "never")
+    return bool(step["type"] == "Strip" and step["content"] == " " and step["start"] > 0)
 
 
 class Tokenizer:
@@ -57,11 +61,12 @@ class Tokenizer:
         self.add_bos = add_bos and bos_token_id is not None
         self.chat_template = chat_template
         self.max_model_len = max_model_len
-        kinds = _decoder_kinds(json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else None)
+        steps = _decoder_steps(json.loads(backend.decoder.__getstate__())) if backend.decoder is not None else []
+        kinds = {step["type"] for step in steps}
         self.is_byte_level = "ByteLevel" in kinds
         if not self.is_byte_level and not kinds & {"ByteFallback", "Metaspace"}:
             raise ModelLoadError(f"tokenizer decoder {sorted(kinds)} is not supported; supported: byte-level BPE and SentencePiece style")
-        self.strips_leading_space = not self.is_byte_level and bool(kinds & {"Strip", "Metaspace"})
+        self.strips_leading_space = not self.is_byte_level and any(map(_strips_leading_space, steps))
         self._added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in self._added.items() if token.special)
         self._bytes_of_id: dict[int, bytes] = {}

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 class Runnable(Protocol):
     def run(self) -> None: ...
 
-    def stop(self) -> None: ...
+    def drain(self) -> None: ...
 
     def record(self) -> WorkerRecord: ...
 
@@ -38,7 +38,8 @@ BuildWorker = Callable[[ModelSource, Settings, Tracer, Callable[[float], None], 
 
 
 def run_worker(role: str, settings: Settings, build: Callable[[], BuildWorker]) -> int:
-    """Serve until SIGTERM or SIGINT. Returns an exit code: 0, or 2 when the configuration does not allow a start.
+    """Serve until SIGTERM or SIGINT, and then until the requests that are here have ended. Returns an exit code: 0, or 2 when the
+    configuration does not allow a start.
 
     `build` imports the worker's class, and with it torch, after the environment below is set.
     """
@@ -66,7 +67,7 @@ def run_worker(role: str, settings: Settings, build: Callable[[], BuildWorker]) 
         if not report_status(f"failed {error.message}"):
             print(f"pagewire {role}: {error.message}", file=sys.stderr)
         return error.exit_code
-    on_termination(worker.stop)
+    on_termination(worker.drain)
     log_phase("all", process_age_s())
     report_status(f"ready {worker.record().device}")
     try:

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from local_stack import CNT, LocalStack, ids
+from local_stack import CNT, LocalStack, Streamed, ids, is_alive
 from lost_time import LostTime
 from plain_run import LOGPROB_TOLERANCE, assert_equals_plain_run
 from worker_driver import Answer, WorkerDriver
@@ -36,7 +36,7 @@ _plain: dict[tuple[int, ...], dict[str, Any]] = {}
 @pytest.fixture(scope="module")
 def running() -> Iterator[LocalStack]:
     """Prefill is so slow that a prompt has a middle on any machine. No peer is taken for dead while a test keeps it silent."""
-    settings = {"num_blocks": 300, "prefill_max_num_batched_tokens": 32, "prefill_num_threads": 1, "kv_peer_timeout_s": 30}
+    settings = {"num_blocks": 300, "prefill_max_num_batched_tokens": 32, "prefill_num_threads": 1, "kv_peer_timeout_s": 30, "drain_s": 60}
     with LocalStack("--prefill", "2", "--decode", "2", debug="true", **settings) as stack:
         yield stack
 
@@ -221,13 +221,32 @@ def test_next_turn_of_a_conversation_is_pulled_from_the_decode_worker_that_wrote
     assert num_blocks in (8 - 3, 8)  # the other prefill worker, where that one was measured to be faster, has none of them
 
 
+def busiest(stack: LocalStack, role: str) -> str:
+    return max((f"{role}-0", f"{role}-1"), key=lambda name: stack.metric("pagewire:kv_blocks_used", name))
+
+
+def test_workers_told_to_leave_end_their_answers_first_and_new_requests_go_elsewhere(stack: LocalStack) -> None:
+    with ThreadPoolExecutor(2) as clients:
+        seen = Streamed()
+        answer = clients.submit(stack.stream, CNT, 300, into=seen, ignore_eos=True)
+        stack.wait_until(lambda: seen.chunks)
+        leaving = stack.pid(busiest(stack, "decode"))
+        prompt = clients.submit(stack.complete, ids(600, first=20_004), 3, logprobs=2, return_tokens_as_token_ids=True)
+        stack.wait_until(lambda: any(stack.metric("pagewire:kv_blocks_used", f"prefill-{i}") for i in range(2)))
+        for pid in (leaving, stack.pid(busiest(stack, "prefill"))):
+            os.kill(pid, signal.SIGTERM)
+        assert [stack.tokens(CNT, 3) for _ in range(3)] == [[216, 38, 28]] * 3
+        assert_equals_plain_run(prompt.result()["choices"][0])
+        assert answer.result().error is None and len(seen.token_ids) == 300
+    stack.wait_until(lambda: not is_alive(leaving))
+
+
 def test_two_of_each_serve_and_decode_killed_before_the_first_token_is_replaced(stack: LocalStack) -> None:
     assert set(stack.pids) == {"redis", "router", *WORKERS}
     assert [stack.tokens(CNT, 3) for _ in range(4)] == [[216, 38, 28]] * 4
     with ThreadPoolExecutor(1) as client:
         request = client.submit(stack.complete, ids(600, first=20_003), 3, logprobs=2, return_tokens_as_token_ids=True)
-        decode = ("decode-0", "decode-1")
-        stack.wait_until(lambda: any(stack.metric("pagewire:kv_blocks_used", name) for name in decode))
+        stack.wait_until(lambda: any(stack.metric("pagewire:kv_blocks_used", f"decode-{i}") for i in range(2)))
         assert not request.done(), "the machine is too fast for this test"
-        os.kill(stack.pid(max(decode, key=lambda name: stack.metric("pagewire:kv_blocks_used", name))), signal.SIGKILL)
+        os.kill(stack.pid(busiest(stack, "decode")), signal.SIGKILL)
         assert_equals_plain_run(request.result()["choices"][0])

@@ -86,6 +86,47 @@ def test_hanging_redis_costs_less_than_half_a_second_and_workers_stay(model: Ser
     server.stop()
 
 
+@pytest.mark.parametrize(("setting", "refusing", "serving"), [("maxmemory", 1, 0), ("min-replicas-to-write", 1, 0)])
+def test_workers_stay_while_redis_is_full_or_for_other_reasons_takes_no_writes(
+    model: ServedModel, setting: str, refusing: int, serving: int
+) -> None:
+    """It answers all reads, and every lease runs out in it."""
+    server = RedisServer()
+    stack = Stack(server.url, model, "full")
+    stack.join("prefill", "p")
+    decode = stack.join("decode", "d")
+    stack.wait_ready()
+    client = redis.Redis.from_url(server.url)
+    client.config_set(setting, refusing)
+    eventually(lambda: not client.exists(worker_key("full", "p"), worker_key("full", "d")))
+    time.sleep(1.0)
+    assert stack.complete().json()["choices"][0]["text"] == CNT
+    assert stack.client.get("/ready").status_code == 200
+    client.config_set(setting, serving)
+    eventually(lambda: stack.client.get("/ready").json()["redis"] == "ok")
+    assert stack.complete().status_code == 200
+    decode.kill()
+    eventually(lambda: stack.client.get("/ready").status_code == 503)
+    stack.close()
+    server.stop()
+
+
+def test_a_router_that_may_only_read_redis_still_sees_leases_run_out(model: ServedModel) -> None:
+    server = RedisServer()
+    redis.Redis.from_url(server.url).acl_setuser(
+        "reader", enabled=True, passwords=["+pw"], keys=["*"], categories=["+@read", "+@connection"]
+    )
+    stack = Stack(server.url.replace("127", "reader:pw@127", 1), model, "reader")
+    stack.redis_url = server.url
+    stack.join("prefill", "p")
+    decode = stack.join("decode", "d")
+    stack.wait_ready()
+    decode.freeze()
+    eventually(lambda: stack.client.get("/ready").status_code == 503)
+    stack.close()
+    server.stop()
+
+
 def test_empty_redis_after_a_restart_is_filled_again_and_requests_go_on(model: ServedModel) -> None:
     server = RedisServer()
     stack = Stack(server.url, model, "restart")

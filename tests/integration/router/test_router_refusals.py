@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from router_answers import CNT, CNT_IDS, SERVED, check_error, decode_of, events
-from router_harness import Stack
+from router_harness import RedisServer, Stack
+from tiny_models import HERMES_TEMPLATE, TINY_TOKENS, tiny_tokenizer_json, write_tiny_hf
 
+from services.router.__main__ import load_model
+from shared.config import load_settings
 from shared.messages import DecodeRequest
 
 
@@ -132,3 +138,21 @@ def test_tokenize_and_detokenize_are_inverse(stack: Stack) -> None:
     for tokens in ([49152], [-1], [2**70], [1.5], [True], ["a"], None, 5):
         check_error(stack.client.post("/detokenize", json={"tokens": tokens}), 400, "tokens")
     check_error(stack.client.post("/tokenize", json={}), 400, "prompt")
+
+
+def test_text_with_a_token_that_the_tokenizer_knows_and_the_model_does_not_is_refused(redis_server: RedisServer, tmp_path: Path) -> None:
+    """More tokens were added than the embedding has rows."""
+    write_tiny_hf(tmp_path)
+    tokenizer = tiny_tokenizer_json()
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    tokenizer["added_tokens"] += [{"id": len(TINY_TOKENS) + number, "content": f"<{number}>", **flags} for number in range(12)]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (tmp_path / "chat_template.jinja").write_text(HERMES_TEMPLATE)
+    stack = Stack(redis_server.url, load_model(load_settings("router", {}, model=str(tmp_path))), "unknown tokens")
+    for role in ("prefill", "decode"):
+        stack.join(role, role)
+    stack.wait_ready()
+    assert stack.complete(prompt="a<7>").status_code == 200
+    assert "token id 275" in str(check_error(stack.complete(prompt="a<11>"), 400, "prompt")["message"])
+    check_error(stack.chat(messages=[{"role": "user", "content": "a<11>"}]), 400, "messages")
+    stack.close()

@@ -74,3 +74,19 @@ def test_padding_of_the_head_is_never_drawn_and_takes_no_probability(tmp_path: P
             assert output.logprobs is not None
             assert sum(map(math.exp, output.logprobs.top_logprobs)) == pytest.approx(1, abs=1e-4)
             assert max(output.logprobs.top_token_ids) < num_tokens
+
+
+def test_a_model_whose_logits_are_no_numbers_answers_with_an_error(tmp_path: Path) -> None:
+    """Not with the first token of the vocabulary, over and over."""
+    weights = tiny_weights()
+    weights["model.norm.weight"][3] = np.nan
+    write_tiny_hf(tmp_path, weights=weights)
+    with DecodeHarness(resolve_model(str(tmp_path))) as decode:
+        decode.submit("greedy", PROMPT, temperature=0.0, max_tokens=4)
+        decode.submit("random", PROMPT, temperature=1.0, num_sequences=2, max_tokens=4)
+        decode.submit("beams", PROMPT, num_sequences=2, beam_search=BeamSearchParams(width=2), max_tokens=4)
+        decode.run()
+        assert {failed.request_id: failed.error_type for failed in decode.failures()} == dict.fromkeys(
+            ("greedy", "random", "beams"), "internal"
+        )
+        assert decode.num_used == 0

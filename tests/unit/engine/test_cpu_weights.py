@@ -105,6 +105,26 @@ def test_projections_of_unequal_formats_are_one_layer(tmp_path: Path) -> None:
     torch.testing.assert_close(logits[0], wanted[:, : TINY_CONFIG.tokenizer_vocab_size], atol=1e-4, rtol=1e-4)
 
 
+def test_formats_that_the_kernel_does_not_have_become_fp32_of_the_same_values(tmp_path: Path) -> None:
+    """A Q4_K_M file of a small model has Q5_0 where rows are no whole blocks of 256, a Q5_K_M file Q5_K throughout."""
+    write_tiny_gguf(tmp_path / "m.gguf")
+    plain = resolve_model(str(tmp_path / "m.gguf"))
+    rng = np.random.default_rng(0)
+
+    def quantised(tensor: StoredTensor) -> StoredTensor:
+        if ".attn_v." not in tensor.name and ".ffn_down." not in tensor.name:
+            return tensor
+        blocks = rng.integers(0, 256, (tensor.num_elements // 32, 22), dtype=np.uint8)
+        blocks[:, :2] = np.full(len(blocks), 0.01, np.float16).view(np.uint8).reshape(-1, 2)
+        return replace(tensor, type_name="Q5_0", data=blocks.reshape(-1))
+
+    source = replace(plain, tensors={name: quantised(tensor) for name, tensor in plain.tensors.items()})
+    answers, logits = greedy(engine_for(source), PROMPTS[:1], 3)
+    weights = load_weights(source, torch.float32, "cpu")
+    wanted = forward(weights, source.config, PROMPTS[0] + answers[0][:-1])[len(PROMPTS[0]) - 1 :]
+    torch.testing.assert_close(logits[0], wanted[:, : source.config.tokenizer_vocab_size], atol=1e-4, rtol=1e-4)
+
+
 def test_without_a_compiler_torch_gives_the_same_answers_in_every_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tiny_gguf(tmp_path / "m.gguf")
     source = resolve_model(str(tmp_path / "m.gguf"))

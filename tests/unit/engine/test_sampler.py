@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 
 from kernels import reference, row_parameters
 from shared import sampling_params
-from shared.engine.sampler import SamplingRow, sample
+from shared.engine.sampler import PendingTokens, SamplingRow, sample
 from shared.engine.structured_output import TokenMask
 from shared.errors import InvalidRequestError
 from shared.sampling_params import SamplingParams
@@ -106,6 +107,17 @@ def test_kernels_and_parameters_agree_on_what_is_greedy() -> None:
 def test_huge_temperature_is_finite_and_uniform() -> None:
     draws = {draw(logits_of(), temperature=1e9, seed=seed) for seed in range(200)}
     assert len(draws) > 150
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_without_a_finite_logit_is_an_error_and_harms_no_other(value: float, temperature: float) -> None:
+    """Whatever token came of it would look like an answer."""
+    logits = torch.stack([logits_of(), torch.full((VOCAB,), value), logits_of(1)])
+    rows = [row(temperature=temperature, seed=3) for _ in range(3)]
+    first, bad, last = sample(logits, rows)
+    assert isinstance(bad, ValueError) and "not finite" in str(bad)
+    assert [first, last] == sample(logits[[0, 2]], [rows[0], rows[2]])
 
 
 def test_top_k_off_values_equal_no_top_k() -> None:
@@ -217,7 +229,8 @@ def test_logits_are_left_as_they_were() -> None:
 def test_logits_that_are_not_numbers_never_lead_outside_the_vocabulary(bad: float, temperature: float) -> None:
     for logits in (torch.full((VOCAB,), bad), torch.where(torch.arange(VOCAB) == 3, bad, logits_of())):
         for penalty in (1.0, 1.5):
-            token = draw(logits, temperature=temperature, repetition_penalty=penalty, prompt=[3])
+            rows = [row(temperature=temperature, repetition_penalty=penalty, prompt=[3])]
+            token = int(PendingTokens(logits[None], rows).tokens)
             assert 0 <= token < VOCAB
 
 

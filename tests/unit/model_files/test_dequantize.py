@@ -9,7 +9,20 @@ from shared.model_files.dequantize import TENSOR_TYPES, dequantize, ggml_type_na
 from shared.model_files.stored_tensor import StoredTensor
 
 # Where each type keeps its float16 scales: random bytes there could be NaN, which never compares equal.
-_SCALES = {"Q8_0": [0], "Q4_0": [0], "Q4_1": [0, 2], "Q4_K": [0, 2], "Q6_K": [208]}
+_SCALES = {
+    "Q8_0": [0],
+    "Q4_0": [0],
+    "Q4_1": [0, 2],
+    "Q5_0": [0],
+    "Q5_1": [0, 2],
+    "Q2_K": [80, 82],
+    "Q3_K": [108],
+    "Q4_K": [0, 2],
+    "Q5_K": [0, 2],
+    "Q6_K": [208],
+    "IQ4_NL": [0],
+    "IQ4_XS": [0],
+}
 
 
 def random_tensor(type_name: str, shape: tuple[int, int], seed: int = 0) -> StoredTensor:
@@ -69,8 +82,8 @@ def test_dequantize_writes_into_the_given_buffer() -> None:
 
 
 def test_unsupported_type_is_named_together_with_the_tensor() -> None:
-    tensor = StoredTensor("blk.3.ffn_up.weight", (1, 256), ggml_type_name(10), np.empty(0, np.uint8))
-    with pytest.raises(ModelLoadError, match=r"blk\.3\.ffn_up\.weight.*Q2_K"):
+    tensor = StoredTensor("blk.3.ffn_up.weight", (1, 256), ggml_type_name(16), np.empty(0, np.uint8))
+    with pytest.raises(ModelLoadError, match=r"blk\.3\.ffn_up\.weight.*IQ2_XXS"):
         dequantize(tensor)
 
 

@@ -17,6 +17,19 @@ from shared.model_files.model_config import ExpertsConfig, LinearRopeScaling, Mo
 from shared.model_files.model_source import resolve_model
 from shared.model_files.weight_names import expected_weights
 
+FAMILIES: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {},
+    "MistralForCausalLM": {"sliding_window": 64},
+    "MixtralForCausalLM": {"num_local_experts": 3},
+    "SmolLM3ForCausalLM": {},
+    "Qwen2ForCausalLM": {},
+    "Qwen3ForCausalLM": {"head_dim": 16},
+    "Qwen3MoeForCausalLM": {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "Gemma2ForCausalLM": {"head_dim": 16},
+    "Gemma3ForCausalLM": {"head_dim": 16},
+    "Phi3ForCausalLM": {},
+}
+
 
 def config_of(tmp_path: Path, architecture: str, max_model_len: int | None = None, **fields: Any) -> ModelConfig:
     """Of config.json alone."""
@@ -36,6 +49,7 @@ def config_of(tmp_path: Path, architecture: str, max_model_len: int | None = Non
             {"num_local_experts": 4},
             {"architecture": "mixtral", "experts": ExpertsConfig(4, 2, 96, True), "sliding_windows": ()},
         ),
+        ("MixtralForCausalLM", {"num_local_experts": 4, "rope_theta": "absent"}, {"rope_theta": 1e6}),
         ("SmolLM3ForCausalLM", {"num_hidden_layers": 8}, {"architecture": "smollm3", "nope_layers": (3, 7), "sliding_windows": ()}),
         ("SmolLM3ForCausalLM", {"no_rope_layers": [0, 1]}, {"nope_layers": (0,)}),
         ("SmolLM3ForCausalLM", {"tie_word_embeddings": "absent"}, {"tie_word_embeddings": True}),
@@ -110,6 +124,58 @@ def test_fields_of_config_json(tmp_path: Path, architecture: str, fields: dict[s
     assert {name: getattr(config, name) for name in expected} == expected
 
 
+@pytest.mark.parametrize(
+    ("architecture", "name", "expected"),
+    [
+        ("SmolLM3ForCausalLM", "rope_theta", ("rope_theta", 2e6)),
+        ("MixtralForCausalLM", "rms_norm_eps", ("rms_norm_eps", 1e-5)),
+        ("Gemma2ForCausalLM", "tie_word_embeddings", ("tie_word_embeddings", True)),
+        ("Gemma2ForCausalLM", "query_pre_attn_scalar", ("attention_scale", 1 / 16)),
+        ("LlamaForCausalLM", "max_position_embeddings", ("max_model_len", 2048)),
+    ],
+)
+def test_a_field_that_is_null_is_one_that_is_not_there(tmp_path: Path, architecture: str, name: str, expected: tuple[str, Any]) -> None:
+    """All but those whose null says something, such as sliding_window."""
+    for value in ("absent", None):
+        config = config_of(tmp_path, architecture, **FAMILIES[architecture], **{name: value})
+        assert getattr(config, expected[0]) == expected[1]
+
+
+@pytest.mark.parametrize(
+    "name", ["hidden_size", "num_attention_heads", "vocab_size", "rope_theta", "rms_norm_eps", "sliding_window", "head_dim", "eos_token_id"]
+)
+def test_a_number_that_is_none_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    for value in ("wide", [1.5], {"a": 1}):
+        with pytest.raises(ModelLoadError, match=rf"config\.json: {name} = "):
+            config_of(tmp_path, "MistralForCausalLM", **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("scaling", "words"),
+    [
+        ("linear", "rope_scaling = 'linear' must be an object"),
+        ({"type": "yarn", "factor": None}, "'yarn' lacks 'factor'"),
+        ({"type": "linear", "factor": [2]}, "factor = .2. must be a number"),
+    ],
+)
+def test_rope_scaling_of_the_wrong_kind_is_refused_by_name(tmp_path: Path, scaling: Any, words: str) -> None:
+    with pytest.raises(ModelLoadError, match=words):
+        config_of(tmp_path, "LlamaForCausalLM", rope_scaling=scaling)
+
+
+def test_rope_scaling_that_was_added_to_a_file_goes_over_its_rope_parameters(tmp_path: Path) -> None:
+    """Model cards say to add it for long contexts; `transformers` writes the other name today."""
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    written = {"rope_type": "default", "rope_theta": 5e5}
+    config = config_of(tmp_path, "Qwen2ForCausalLM", rope_parameters=written, rope_scaling=yarn)
+    assert config.rope_scaling == YarnRopeScaling(4.0, 64, 32.0, 1.0, YarnRopeScaling.magnitude(4.0))
+    assert config.rope_theta == 5e5
+    by_layer = {"full_attention": written, "sliding_attention": {"rope_type": "default", "rope_theta": 3e3}}
+    fields: dict[str, Any] = {"head_dim": 16, "rope_parameters": by_layer, "rope_scaling": {"type": "linear", "factor": 8.0}}
+    config = config_of(tmp_path, "Gemma3ForCausalLM", **fields)
+    assert (config.rope_scaling, config.rope_theta, config.local_rope_theta) == (LinearRopeScaling(8.0), 5e5, 3e3)
+
+
 def test_a_window_as_long_as_the_context_hides_nothing_but_its_layers_stay_local(tmp_path: Path) -> None:
     config = config_of(tmp_path, "Gemma3ForCausalLM", head_dim=16, sliding_window=256)
     assert config.sliding_windows == (256, 256) and config.is_local(0)
@@ -165,7 +231,7 @@ def test_long_rope_takes_the_factors_of_the_served_context_and_the_fingerprint_s
         ("Qwen3MoeForCausalLM", {"num_experts": 4, "moe_intermediate_size": 32}, "8 of 4 experts"),
         ("Qwen3MoeForCausalLM", {"num_experts": 8}, "moe_intermediate_size"),
         ("MistralForCausalLM", {"attention_bias": True}, "attention_bias = True"),
-        ("SmolLM3ForCausalLM", {"no_rope_layer_interval": 0}, "wrong kind or size"),
+        ("SmolLM3ForCausalLM", {"no_rope_layer_interval": 0}, "no_rope_layer_interval = 0 must be at least 1"),
         ("LlamaForCausalLM", {"rope_theta": -1.0}, "rope_theta is -1.0"),
         ("LlamaForCausalLM", {"rope_scaling": {"type": "linear", "factor": 0}}, "factor is 0"),
         ("Phi3ForCausalLM", {"lm_head_bias": True}, "lm_head_bias = True"),
@@ -187,6 +253,17 @@ def test_what_would_be_computed_wrongly_is_refused_by_name(tmp_path: Path, archi
         ({"llama.expert_shared_count": 1}, "expert_shared_count"),
         ({"llama.attention.value_length": 8}, "value_length 8"),
         ({"llama.rope.scaling.type": "longrope"}, "scaling.type 'longrope'"),
+        ({"llama.logit_scale": 0.5}, "logit_scale = 0.5"),
+        ({"llama.embedding_scale": 12.0}, "embedding_scale = 12.0"),
+        ({"llama.attention.scale": 0.5}, "attention.scale = 0.5"),
+        ({"llama.attention.causal": False}, "attention.causal = False"),
+        ({"llama.attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
+        ({"llama.rope.dimension_sections": [2, 3, 3, 0]}, "rope.dimension_sections"),
+        ({"llama.attention.head_count_kv": [2, 1]}, "attention.head_count_kv differs from layer to layer"),
+        ({"llama.block_count": "two"}, "block_count = 'two' must be a number"),
+        ({"tokenizer.ggml.eos_token_id": "</s>"}, "eos_token_id = '</s>' must be a token id"),
+        ({"tokenizer.ggml.bos_token_id": 99999, "tokenizer.ggml.add_bos_token": True}, "bos_token_id 99999"),
+        ({"tokenizer.ggml.token_type": [1, 1]}, "2 items in tokenizer.ggml.token_type"),
     ],
 )
 def test_the_same_of_gguf(tmp_path: Path, metadata: dict[str, Any], words: str) -> None:
@@ -195,18 +272,16 @@ def test_the_same_of_gguf(tmp_path: Path, metadata: dict[str, Any], words: str) 
         resolve_model(str(tmp_path / "m.gguf"))
 
 
-FAMILIES: dict[str, dict[str, Any]] = {
-    "LlamaForCausalLM": {},
-    "MistralForCausalLM": {"sliding_window": 64},
-    "MixtralForCausalLM": {"num_local_experts": 3},
-    "SmolLM3ForCausalLM": {},
-    "Qwen2ForCausalLM": {},
-    "Qwen3ForCausalLM": {"head_dim": 16},
-    "Qwen3MoeForCausalLM": {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-    "Gemma2ForCausalLM": {"head_dim": 16},
-    "Gemma3ForCausalLM": {"head_dim": 16},
-    "Phi3ForCausalLM": {},
-}
+def test_keys_of_gguf_that_ask_for_nothing_are_taken(tmp_path: Path) -> None:
+    neutral = {
+        "logit_scale": 1.0,
+        "attention.scale": 0.25,
+        "attention.causal": True,
+        "attention.head_count_kv": [2, 2],
+        "expert_group_count": 0,
+    }
+    write_tiny_gguf(tmp_path / "m.gguf", metadata={f"llama.{key}": value for key, value in neutral.items()})
+    assert resolve_model(str(tmp_path / "m.gguf")).config.num_kv_heads == 2
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)

@@ -210,3 +210,10 @@ def test_vocabulary_of_the_tiny_model_is_smaller_than_its_embedding(tmp_path: Pa
 def test_pre_tokenizers_split_as_their_family_does(name: str, pieces: list[str]) -> None:
     text = "HelloWorld's 12345   end./\n"
     assert [text[start:end] for _, (start, end) in pre_tokenization(name).build().pre_tokenize_str(text)] == pieces
+
+
+def test_merges_of_tokens_that_are_not_there_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_tiny_gguf(path, metadata={"tokenizer.ggml.tokens": [*TINY_TOKENS[:-1], TINY_TOKENS[5]]})
+    with pytest.raises(ModelLoadError, match=r"tokenizer\.ggml\.merges do not fit together"):
+        resolve_model(str(path)).load_tokenizer()

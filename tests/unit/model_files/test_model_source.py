@@ -13,6 +13,7 @@ import pytest
 from tiny_models import TINY_CONFIG, tiny_weights, write_tiny_gguf, write_tiny_hf
 
 from shared.errors import ModelLoadError
+from shared.model_files.dequantize import dequantize
 from shared.model_files.model_config import LinearRopeScaling, Llama3RopeScaling
 from shared.model_files.model_source import resolve_model
 
@@ -163,6 +164,40 @@ def test_extra_tensor_of_a_layer_is_refused_by_name_unless_it_follows_from_the_c
     resolve_model(hf(tmp_path / "old", weights=tiny_weights() | {name.format("rotary_emb.inv_freq"): np.zeros(8, np.float32)}))
 
 
+@pytest.mark.parametrize("name", ["output.bias", "output_norm.bias", "position_embd.weight", "token_embd_norm.weight"])
+def test_extra_tensor_outside_the_layers_that_would_be_computed_with_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ModelLoadError, match=rf"tensor {name} is none of the llama family's"):
+        resolve_model(gguf(tmp_path, extra={name: np.ones(64, np.float32)}))
+
+
+@pytest.mark.parametrize("name", ["lm_head.bias", "model.norm.bias", "model.embed_positions.weight", "lm_head.weight_scale"])
+def test_the_same_of_safetensors(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ModelLoadError, match=rf"tensor {name} is none of the llama family's"):
+        resolve_model(hf(tmp_path, weights=tiny_weights() | {name: np.ones(64, np.float32)}))
+
+
+def test_a_head_beside_a_tied_embedding_is_ignored(tmp_path: Path) -> None:
+    assert resolve_model(hf(tmp_path, tie_word_embeddings=True)).config.tie_word_embeddings
+
+
+def test_a_tied_embedding_may_be_there_under_the_name_of_the_head_alone(tmp_path: Path) -> None:
+    """As `safetensors.torch.save_model` leaves it."""
+    weights = tiny_weights()
+    head = weights["lm_head.weight"]
+    del weights["model.embed_tokens.weight"]
+    source = resolve_model(hf(tmp_path, weights=weights, tie_word_embeddings=True))
+    stored = next(stored for expected, stored in source.weights() if expected.name == "model.embed_tokens.weight")
+    np.testing.assert_array_equal(dequantize(stored), head)
+    with pytest.raises(ModelLoadError, match=r"model\.embed_tokens\.weight is missing"):
+        resolve_model(hf(tmp_path, weights=weights, tie_word_embeddings=False))
+
+
+@pytest.mark.parametrize("factors", [[1.0] * 7 + [0.0], [1.0] * 7 + [-2.0]])
+def test_rope_freqs_that_divide_by_nothing_are_refused(tmp_path: Path, factors: list[float]) -> None:
+    with pytest.raises(ModelLoadError, match="greater than 0"):
+        resolve_model(gguf(tmp_path, extra={"rope_freqs.weight": np.array(factors, np.float32)}))
+
+
 @pytest.mark.parametrize("name", ["blk.1.attn_k.weight", "output_norm.weight", "token_embd.weight"])
 def test_missing_gguf_tensor_is_named_before_anything_is_loaded(tmp_path: Path, name: str) -> None:
     with pytest.raises(ModelLoadError, match=name):
@@ -209,6 +244,42 @@ def test_generation_config_names_all_end_tokens(tmp_path: Path) -> None:
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 0]}))
     source = resolve_model(str(model))
     assert source.config.eos_token_ids == source.load_tokenizer().eos_token_ids == (2, 0)
+
+
+def test_a_chat_template_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="chat template must be text, and is 5"):
+        resolve_model(gguf(tmp_path, metadata={"tokenizer.chat_template": 5}))
+
+
+def test_the_tokenizers_end_token_ends_answers_too(tmp_path: Path) -> None:
+    """Chat models made of base models often have the end of a turn there alone; transformers' own `eos_token` is the first."""
+    model = Path(hf(tmp_path, eos_token_id=0))
+    assert resolve_model(str(model)).config.eos_token_ids == (2, 0)
+    (model / "tokenizer_config.json").unlink()
+    assert resolve_model(str(model)).config.eos_token_ids == (0,)
+
+
+def test_special_tokens_may_be_named_in_their_map_alone(tmp_path: Path) -> None:
+    model = Path(hf(tmp_path, eos_token_id=0))
+    names = (model / "tokenizer_config.json").rename(model / "special_tokens_map.json")
+    config = resolve_model(str(model)).config
+    assert (config.eos_token_ids, config.bos_token_id) == ((2, 0), 1)
+    (model / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    names.write_text(json.dumps({"eos_token": "</s>"}))
+    assert resolve_model(str(model)).config.eos_token_ids == (0,)
+
+
+def test_end_tokens_that_are_null_in_one_file_are_those_of_the_other(tmp_path: Path) -> None:
+    model = Path(hf(tmp_path, eos_token_id=[0, 2]))
+    (model / "tokenizer_config.json").unlink()
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": None}))
+    assert resolve_model(str(model)).config.eos_token_ids == (0, 2)
+
+
+def test_end_tokens_outside_the_vocabulary_are_ignored_with_a_log_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert resolve_model(hf(tmp_path, eos_token_id=[99999, 2, -1])).config.eos_token_ids == (2,)
+    assert "[99999, -1]" in caplog.text
+    assert resolve_model(gguf(tmp_path, metadata={"tokenizer.ggml.eot_token_id": 99999})).config.eos_token_ids == (2,)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,12 @@ def test_messages_become_the_prompt() -> None:
     assert render(CHATML, add_generation_prompt=False) == "<|im_start|>user\nhi<|im_end|>\n"
 
 
+def test_tools_and_documents_that_are_not_given_are_none_as_templates_expect() -> None:
+    source = "{% if tools is not none %}tools{% endif %}{% if documents is not none %}documents{% endif %}{{ tools is defined }}"
+    assert render(source) == "True"
+    assert render(source, tools=[{"name": "f"}]) == "toolsTrue"
+
+
 @pytest.mark.parametrize("role", ["tool", "developer", "system", "robot"])
 def test_any_role_reaches_the_template(role: str) -> None:
     messages = [
@@ -79,7 +85,7 @@ def test_jinja_features_templates_rely_on() -> None:
     assert render("{{ strftime_now('%Y') }}").isdigit()
     assert render("{% for m in messages %}{{ loop.index0 }}{{ loop.first }}{{ loop.last }}{{ loop.length }}{% endfor %}") == "0TrueTrue1"
     assert render("{% for k, v in tools[0].items() %}{{ k }}={{ v }}{% endfor %}", tools=[{"name": "f"}]) == "name=f"
-    assert render("{% if tools is defined %}t{% else %}-{% endif %}{% for t in nothing %}{% else %}none{% endfor %}") == "-none"
+    assert render("{% if documents_of_mine is defined %}t{% else %}-{% endif %}{% for t in nothing %}{% else %}none{% endfor %}") == "-none"
     assert render("{{ '%s' | format('x') }}{{ 7 % 4 }}{{ 'ab' * 2 }}{{ [1] + [2] }}") == "x3abab[1, 2]"
     assert render("{% macro f(n) %}{% if n %}{{ n }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(3) }}") == "321"
 

@@ -3,7 +3,13 @@ from __future__ import annotations
 import threading
 import time
 
+import pytest
+import tokenizers
+from tokenizers import decoders
+from tokenizers.models import BPE
+
 from shared.model_files.model_source import resolve_model
+from shared.text.tokenizer import Tokenizer
 
 
 def test_others_go_on_while_a_long_text_is_encoded() -> None:
@@ -27,3 +33,21 @@ def test_others_go_on_while_a_long_text_is_encoded() -> None:
     ticker.join()
     assert num_tokens > 10_000
     assert during > 10, "hundreds on a machine that does nothing else, one or two if the encoder kept the GIL"
+
+
+@pytest.mark.parametrize(
+    ("decoder", "text"),
+    [
+        (decoders.Metaspace(prepend_scheme="always"), "a b"),
+        (decoders.Metaspace(prepend_scheme="first"), "a b"),
+        (decoders.Metaspace(prepend_scheme="never"), " a b"),
+        (decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]), "a b"),
+        (decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]), " a b"),
+        (decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip("x", 1, 0)]), " a b"),
+    ],
+)
+def test_a_leading_space_goes_only_where_the_tokenizer_puts_one(decoder: decoders.Decoder, text: str) -> None:
+    backend = tokenizers.Tokenizer(BPE({"▁a": 0, "▁b": 1}, [], byte_fallback=True))
+    backend.decoder = decoder
+    tokenizer = Tokenizer(backend, eos_token_ids=(), bos_token_id=None, add_bos=False)
+    assert tokenizer.decode([0, 1]) == backend.decode([0, 1]) == text
