@@ -40,7 +40,7 @@ CXX_TIMEOUT_S = 240
 VERSION_TIMEOUT_S = 10
 ARM = ("aarch64", "arm64")
 CPU_TARGETS = {
-    "x86-64-v4": "avx512f avx512bw avx512cd avx512dq avx512vl avx2 bmi2 fma f16c",
+    "cascadelake": "avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni avx2 bmi1 bmi2 fma f16c movbe",
     "x86-64-v3": "avx2 bmi1 bmi2 fma f16c movbe",
 }
 """What images are built for ahead of time, best first, and the flags of /proc/cpuinfo a processor must have to run it."""

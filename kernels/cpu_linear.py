@@ -1,7 +1,8 @@
 """Linear layers on the CPU with weights as their file stores them: kernels/csrc/cpu_linear.cpp.
 
-Weights are expanded to fp32 in registers, with exactly the values of the file; inputs and sums are fp32. A row's result does not depend
-on the other rows, on the number of threads, or on how the weight is stored.
+Inputs, products and sums are fp32; with `is_int16` the inputs of a quantized weight are rounded, group by group (32, for Q6_K 16), to whole
+multiples of the 32767th part of the largest, and their products are integers. A row's result does not depend on the other rows or the
+threads.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ FORMATS = {"F32": 0, "F16": 1, "BF16": 2, "Q4_0": 3, "Q4_1": 4, "Q8_0": 5, "Q4_K
 class _Weight(ctypes.Structure):
     """Mirrors `Weight` of kernels/csrc/cpu_linear.h."""
 
-    _fields_ = (("panels", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("num_outputs", "num_inputs", "format")))
+    _fields_ = (("panels", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("num_outputs", "num_inputs", "format", "is_int16")))
 
 
 class _Arguments(ctypes.Structure):
@@ -86,6 +87,8 @@ class StoredRows:
     """[num_outputs, num_inputs]."""
     row_order: NDArray[np.int64] | None = None
     """Row i of the weight is row `row_order[i]` of the file; None: as they lie."""
+    is_int16: bool = False
+    """Whether the inputs of a quantized weight are rounded to 16 bits."""
 
 
 def packed_nbytes(type_name: str, shape: tuple[int, int]) -> int:
@@ -102,14 +105,15 @@ class PackedWeight:
     """A weight [num_outputs, num_inputs] of one format, repacked for the kernel: as many bytes as in the file, but for K-quants, whose
     scales become fp32. Needs `prepare()`."""
 
-    def __init__(self, type_name: str, shape: tuple[int, int], panels: torch.Tensor | None = None) -> None:
-        """Zeros. `panels`: those of another weight, of which this one is the leading outputs. Raises ValueError."""
+    def __init__(self, type_name: str, shape: tuple[int, int], panels: torch.Tensor | None = None, *, is_int16: bool = False) -> None:
+        """Zeros. `panels`: those of another weight, of which this one is the leading outputs. `is_int16`: as in StoredRows. Raises
+        ValueError."""
         library = _library()
         assert library is not None, "prepare() said there is no kernel"
         self._library = library
-        self.type_name, self.shape = type_name, shape
+        self.type_name, self.shape, self.is_int16 = type_name, shape, is_int16
         nbytes = packed_nbytes(type_name, shape)
-        self._weight = _Weight(None, *shape, FORMATS[type_name])
+        self._weight = _Weight(None, *shape, FORMATS[type_name], is_int16)
         self._panels = torch.zeros(nbytes, dtype=torch.uint8) if panels is None else panels
         self._weight.panels = self._panels.data_ptr()
         self._address = ctypes.addressof(self._weight)
@@ -120,7 +124,7 @@ class PackedWeight:
         type_name, num_inputs = parts[0].type_name, parts[0].shape[1]
         if any(part.type_name != type_name or part.shape[1] != num_inputs for part in parts):
             raise ValueError("a packed weight has one format and one number of inputs")
-        weight = cls(type_name, (sum(part.shape[0] for part in parts), num_inputs))
+        weight = cls(type_name, (sum(part.shape[0] for part in parts), num_inputs), is_int16=parts[0].is_int16)
         first = 0
         for part in parts:
             data = np.ascontiguousarray(part.data)
@@ -134,7 +138,7 @@ class PackedWeight:
 
     def leading(self, num_outputs: int) -> PackedWeight:
         """The first outputs alone, in the same memory."""
-        return PackedWeight(self.type_name, (num_outputs, self.shape[1]), self._panels)
+        return PackedWeight(self.type_name, (num_outputs, self.shape[1]), self._panels, is_int16=self.is_int16)
 
     @property
     def nbytes(self) -> int:

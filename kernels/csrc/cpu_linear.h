@@ -8,6 +8,7 @@
 struct Weight {
     char* panels;
     int64_t num_outputs, num_inputs, format;
+    int64_t is_int16;  // whether inputs of quantized weights are rounded to 16 bits
 };
 struct LinearArguments {
     const Weight* weight;

@@ -7,6 +7,7 @@
 #include <immintrin.h>
 #endif
 
+#include <utility>
 #include <vector>
 
 #include "cpu_numbers.h"
@@ -98,6 +99,10 @@ template <int W> inline float largest(F<W> v) {
     }
 }
 
+// use(0), ..., use(N - 1), unrolled before arrays find their registers: what the compiler unrolls by itself comes too late for that.
+#define INLINE __attribute__((always_inline))
+template <class Use, int... INDEX> INLINE inline void unrolled(std::integer_sequence<int, INDEX...>, Use use) { (use(INDEX), ...); }
+template <int N, class Use> INLINE inline void unrolled(Use use) { unrolled(std::make_integer_sequence<int, N>(), use); }
 
 // Grows and is kept: pages of a fresh allocation would be touched anew in every layer.
 inline float* scratch(std::vector<float>& memory, size_t count) {

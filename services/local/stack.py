@@ -134,8 +134,8 @@ class Stack:
             num_ranks, block_nbytes = settings.tensor_parallel_size, source.config.kv_bytes_per_token(itemsize) * settings.block_size
             kv_cache_gib = settings.kv_cache_gib or CPU_KV_CACHE_GIB
             kv_nbytes = settings.num_blocks * block_nbytes if settings.num_blocks else num_ranks * int(kv_cache_gib * (1 << 30))
-            is_stored = num_ranks == 1 and itemsize == 4 and settings.cpu_weights in ("auto", "stored") and source.format != "dummy"
-            is_stored = is_stored and settings.quantization is None
+            is_stored = num_ranks == 1 and itemsize == 4 and settings.cpu_weights in ("auto", "stored", "int16")
+            is_stored = is_stored and settings.quantization is None and source.format != "dummy"
             weights_nbytes = source.num_stored_bytes if is_stored else source.num_weight_bytes(itemsize, settings.quantization)
             needed += count * (weights_nbytes + kv_nbytes)
         if needed > available:

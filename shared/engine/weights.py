@@ -41,8 +41,9 @@ from shared.model_files.weight_reader import (
 
 _SAME_TYPE = {"F16": torch.float16, "BF16": torch.bfloat16}
 
-Storage = Literal["stored", "fp16", "fp32"]
-"""How the CPU's kernel holds the weights of linear layers: as the file does, or converted. All but fp16 have the file's values."""
+Storage = Literal["stored", "int16", "fp16", "fp32"]
+"""How the CPU's kernel holds the weights of linear layers: as the file does (int16: and rounds the inputs of quantized ones), or converted.
+All but fp16 have the file's values."""
 
 
 def cpu_storage(settings: Settings, dtype: torch.dtype, device: torch.device) -> Storage | None:
@@ -57,7 +58,7 @@ def cpu_storage(settings: Settings, dtype: torch.dtype, device: torch.device) ->
             )
         return None
     if settings.tensor_parallel_size > 1:  # a rank's share of a row is no whole blocks of the file's
-        if settings.cpu_weights in ("stored", "fp16"):
+        if settings.cpu_weights in ("stored", "int16", "fp16"):
             raise ConfigurationError(
                 f"cpu_weights = {settings.cpu_weights!r} does not go with tensor_parallel_size: ranks hold tensors of dtype; leave it out"
             )
@@ -157,8 +158,8 @@ def _load_one(
 
 def _as_rows(source: ModelSource, expected: ExpectedWeight, stored: StoredTensor, storage: Storage) -> StoredRows:
     shape = (expected.shape[0], expected.shape[1])
-    if storage == "stored" and stored.type_name in cpu_linear.FORMATS:
-        return StoredRows(stored.type_name, stored.data, shape, row_order(source, expected))
+    if storage in ("stored", "int16") and stored.type_name in cpu_linear.FORMATS:
+        return StoredRows(stored.type_name, stored.data, shape, row_order(source, expected), is_int16=storage == "int16")
     return _converted(read_weight(source, expected, stored), storage)
 
 
@@ -179,7 +180,7 @@ def load_for_cpu(
         if storage == "fp16":
             weights.update({name: tensor.half().float() for name, tensor in weights.items() if tensor.dim() == 2})
         return weights
-    if storage != "stored" or source.format == "dummy":
+    if storage in ("fp16", "fp32") or source.format == "dummy":
         weights = load_weights(source, torch.float32, "cpu", progress, pending)
         for name in [name for name, tensor in weights.items() if tensor.dim() == 2]:
             weights.stored[name] = _converted(weights.pop(name).numpy(), storage)

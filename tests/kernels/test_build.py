@@ -57,7 +57,7 @@ def test_a_library_is_built_once_and_loaded(sources: Path, tmp_path: Path, monke
 def test_sources_macros_and_target_name_a_library(sources: Path) -> None:
     cpp, cuda = Library("answer.cpp"), Library("answer.cu")
     names = [
-        name_of(cpp, "x86-64-v3"), name_of(cpp, "x86-64-v4"), name_of(LIBRARY, "x86-64-v3"), name_of(cuda), name_of(cuda, "sm_80"),
+        name_of(cpp, "x86-64-v3"), name_of(cpp, "cascadelake"), name_of(LIBRARY, "x86-64-v3"), name_of(cuda), name_of(cuda, "sm_80"),
     ]  # fmt: skip
     assert len(set(names)) == len(names)
     (sources / "shared.cuh").write_text("// two\n")
@@ -166,7 +166,8 @@ def test_the_best_target_this_processor_runs_comes_first(monkeypatch: pytest.Mon
     monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
     for flags, targets in (
         ("sse2 avx2 bmi1 bmi2 fma f16c movbe", ["x86-64-v3"]),
-        ("sse2 avx2 bmi1 bmi2 fma f16c movbe avx512f avx512bw avx512cd avx512dq avx512vl", ["x86-64-v4", "x86-64-v3"]),
+        ("sse2 avx2 bmi1 bmi2 fma f16c movbe avx512f avx512bw avx512cd avx512dq avx512vl", ["x86-64-v3"]),
+        ("sse2 avx2 bmi1 bmi2 fma f16c movbe avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni", ["cascadelake", "x86-64-v3"]),
         ("sse2 avx", []),
     ):
         monkeypatch.setattr(build.Path, "read_text", lambda _, flags=flags: f"model name : x\nflags : {flags}\n")

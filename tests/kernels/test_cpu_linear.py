@@ -18,6 +18,10 @@ pytestmark = pytest.mark.skipif(find_cxx() is None, reason="no C++ compiler")
 
 HALVES = {"Q4_0": [0], "Q4_1": [0, 2], "Q8_0": [0], "Q4_K": [0, 2], "Q6_K": [208]}
 """Where a block has its fp16 numbers."""
+GROUPS = {"Q4_0": 32, "Q4_1": 32, "Q8_0": 32, "Q4_K": 32, "Q6_K": 16}
+"""Inputs that have a scale together."""
+WAYS = [*FORMATS, *(f"{name} int16" for name in GROUPS)]
+"""To multiply with a weight."""
 
 
 @pytest.fixture(autouse=True)
@@ -25,8 +29,9 @@ def _kernel() -> None:
     assert cpu_linear.prepare()
 
 
-def stored_rows(type_name: str, num_outputs: int, num_inputs: int, seed: int = 0) -> StoredRows:
-    """Every quant and scale there can be, with block scales of either sign."""
+def stored_rows(way: str, num_outputs: int, num_inputs: int, seed: int = 0) -> StoredRows:
+    """Every quant and scale there can be, with block scales of either sign. `way`: one of WAYS."""
+    type_name, is_int16 = way.removesuffix(" int16"), way.endswith(" int16")
     rng = np.random.default_rng(seed)
     if type_name in ("F32", "F16", "BF16"):
         values = torch.from_numpy(rng.normal(0, 1, (num_outputs, num_inputs)))
@@ -37,7 +42,7 @@ def stored_rows(type_name: str, num_outputs: int, num_inputs: int, seed: int = 0
     for place in HALVES[type_name]:
         scales = rng.normal(0, 0.05, (len(blocks), 1)).astype(np.float16)
         blocks[:, place : place + 2] = scales.view(np.uint8)
-    return StoredRows(type_name, blocks.reshape(-1), (num_outputs, num_inputs))
+    return StoredRows(type_name, blocks.reshape(-1), (num_outputs, num_inputs), is_int16=is_int16)
 
 
 def values_of(rows: StoredRows) -> torch.Tensor:
@@ -55,16 +60,53 @@ def inputs(num_rows: int, size: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(num_rows, size, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("type_name", FORMATS)
+def whole_inputs(num_rows: int, size: int, seed: int = 1) -> torch.Tensor:
+    """Inputs that are not changed by being rounded to 16 bits: of each 16 the largest is 32767 times a power of two, and
+    the others are multiples of that power."""
+    generator = torch.Generator().manual_seed(seed)
+    steps = torch.randint(-32767, 32768, (num_rows, size), generator=generator).float()
+    steps[:, ::16] = 32767 * torch.randn(num_rows, (size + 15) // 16, generator=generator).sign()
+    return steps * 2.0 ** torch.randint(-20, -10, (num_rows, 1), generator=generator)
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("num_outputs", [1, 50, 96])
-def test_each_format_gives_the_fp64_product_of_the_files_values(type_name: str, num_outputs: int) -> None:
-    rows = stored_rows(type_name, num_outputs, 512)
+def test_each_format_gives_the_fp64_product_of_the_files_values(way: str, num_outputs: int) -> None:
+    rows = stored_rows(way, num_outputs, 512)
     weight, values = PackedWeight.pack([rows]), values_of(rows).double()
     for num_rows in (0, 1, 2, 3, 4, 5, 6, 7, 13, 97, 200):
-        x = inputs(num_rows, 512)
+        x = whole_inputs(num_rows, 512) if rows.is_int16 else inputs(num_rows, 512)
         wanted, scale = x.double() @ values.T, x.double().abs() @ values.abs().T
         error = (linear(weight, x).double() - wanted).abs()
         assert not num_rows or float((error / scale).max()) < 1e-6, f"{num_rows} rows"
+
+
+@pytest.mark.parametrize("type_name", GROUPS)
+def test_inputs_of_16_bits_lose_at_most_half_a_32767th_of_the_largest_of_their_group(type_name: str) -> None:
+    rows = stored_rows(f"{type_name} int16", 64, 512)
+    values, x = values_of(rows).double(), inputs(20, 512) * torch.logspace(-6, 6, 512)
+    groups = x.double().view(20, -1, GROUPS[type_name])
+    lost = (groups.abs().amax(-1, keepdim=True) / 65534).expand_as(groups).reshape(x.shape)
+    bound = lost @ values.abs().T + 1e-6 * (x.double().abs() @ values.abs().T)
+    assert bool(((linear(PackedWeight.pack([rows]), x).double() - x.double() @ values.T).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("num_rows", [1, 3, 17])
+def test_inputs_of_any_size_are_multiplied_and_what_is_no_number_stays_none(way: str, num_rows: int) -> None:
+    rows = stored_rows(way, 40, 256)
+    weight, values = PackedWeight.pack([rows]), values_of(rows).double()
+    assert not linear(weight, torch.zeros(num_rows, 256)).any()
+    for size in (2.0**-90, 2.0**90):
+        x = whole_inputs(num_rows, 256) * size
+        wanted, scale = x.double() @ values.T, x.double().abs() @ values.abs().T
+        assert float(((linear(weight, x).double() - wanted).abs() / scale).max()) < 1e-6
+    assert float(linear(weight, torch.full((num_rows, 256), 1e-40)).abs().max()) < 1e-36
+    for wrong in (float("nan"), float("inf"), -float("inf")):
+        x = inputs(num_rows, 256)
+        x[0, 37] = wrong
+        result = linear(weight, x)
+        assert not result[0].isfinite().any() and bool(result[1:].isfinite().all())
 
 
 @pytest.mark.parametrize("type_name", FORMATS)
@@ -74,7 +116,7 @@ def test_unpacked_rows_are_the_files_values_bit_for_bit(type_name: str) -> None:
     assert torch.equal(PackedWeight.pack([rows]).rows(order), values_of(rows)[order])
 
 
-@pytest.mark.parametrize("type_name", FORMATS)
+@pytest.mark.parametrize("type_name", ["F32", "F16", "BF16"])
 def test_how_a_weight_is_stored_changes_no_bit_of_the_result(type_name: str) -> None:
     rows = stored_rows(type_name, 64, 768)
     plain = StoredRows("F32", values_of(rows).numpy().reshape(-1).view(np.uint8), rows.shape)
@@ -84,8 +126,9 @@ def test_how_a_weight_is_stored_changes_no_bit_of_the_result(type_name: str) -> 
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
-def test_a_row_does_not_depend_on_its_batch_or_the_threads(num_threads: int) -> None:
-    weight, x = PackedWeight.pack([stored_rows("Q4_1", 200, 576)]), inputs(250, 576)
+@pytest.mark.parametrize("way", ["F16", "Q4_1", "Q8_0", "Q4_1 int16", "Q8_0 int16"])
+def test_a_row_does_not_depend_on_its_batch_or_the_threads(way: str, num_threads: int) -> None:
+    weight, x = PackedWeight.pack([stored_rows(way, 200, 576)]), inputs(250, 576)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -100,7 +143,7 @@ def test_a_row_does_not_depend_on_its_batch_or_the_threads(num_threads: int) -> 
 def test_parts_lie_side_by_side_in_the_order_asked_for() -> None:
     reversed_rows = StoredRows(*_fields(stored_rows("Q8_0", 40, 64, seed=3)), row_order=np.arange(40)[::-1].copy())
     parts = [stored_rows("Q8_0", 33, 64), reversed_rows]
-    x, bias = inputs(3, 64), inputs(1, 73, seed=5)[0]
+    x, bias = whole_inputs(3, 64), inputs(1, 73, seed=5)[0]
     wanted = x.double() @ torch.cat([values_of(part) for part in parts]).double().T + bias
     torch.testing.assert_close(linear(PackedWeight.pack(parts), x, bias).double(), wanted, atol=1e-4, rtol=1e-5)
 

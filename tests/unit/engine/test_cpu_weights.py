@@ -48,27 +48,47 @@ def qkv_of(engine: EngineCore) -> Linear:
 
 
 @needs_compiler
-def test_golden_answers_are_the_same_in_every_mode_and_bit_for_bit_in_those_of_the_files_values(smollm2: ModelSource) -> None:
+def test_golden_answers_are_the_same_in_every_mode_and_logits_close_in_those_of_the_files_values(smollm2: ModelSource) -> None:
     logits, roots = {}, {}
-    for cpu_weights in ("auto", "fp32", "fp16"):
+    for cpu_weights in ("auto", "int16", "fp32", "fp16"):
         engine = smollm2_engine(smollm2, cpu_weights)
         roots[cpu_weights], logits[cpu_weights] = engine.root, []
         for name, golden in GOLDEN.items():
             answers, rows = greedy(engine, [golden["token_ids"]], len(golden["greedy"]))
             assert answers[0] == golden["greedy"], f"{name} with {cpu_weights}"
             logits[cpu_weights].append(rows[0])
-    assert all(torch.equal(*pair) for pair in zip(logits["auto"], logits["fp32"], strict=True))
-    assert roots["fp32"] == roots["auto"], "one may use the other's KV"
+    for ours, rounded, exact in zip(logits["auto"], logits["int16"], logits["fp32"], strict=True):
+        torch.testing.assert_close(ours, exact, atol=3e-4, rtol=0)
+        torch.testing.assert_close(rounded, exact, atol=0.02, rtol=0)
+        assert float((rounded - exact).square().mean().sqrt()) < 0.003
+    assert roots["int16"] == roots["fp32"] == roots["auto"], "one may use the other's KV"
     assert not torch.equal(logits["fp16"][0], logits["auto"][0])
     assert roots["fp16"] != roots["auto"], "KV of other weights must not pass for the file's"
 
 
 @needs_compiler
-def test_the_batch_a_request_is_in_changes_no_bit_of_its_logits(smollm2: ModelSource) -> None:
-    engine = smollm2_engine(smollm2, "auto")
+@pytest.mark.long
+def test_rounded_inputs_hardly_ever_change_a_word(smollm2: ModelSource) -> None:
+    tokenizer = smollm2.load_tokenizer()
+    beginnings = [
+        "The history of the steam engine begins", "Once upon a time in a village", "def fibonacci(n):\n", "The three primary colours are",
+        "Water boils at", "My favourite recipe for bread is", "In the year 1969,", "Dear Sir or Madam,", "The mitochondria is",
+        "To install Python on Windows,", "A prime number is", "The quick brown fox", "Question: What is gravity?\nAnswer:",
+        "SELECT name FROM", "The river flowed past", "Photosynthesis converts", "Roses are red,", "The president announced",
+        "Il \u00e9tait une fois", "If x + 2 = 5 then x =",
+    ]  # fmt: skip
+    prompts = [tokenizer.encode(text) for text in beginnings]
+    exact, ours = (greedy(smollm2_engine(smollm2, mode), prompts, 64)[0] for mode in ("fp32", "int16"))
+    assert sum(a == b for a, b in zip(exact, ours, strict=True)) >= 19, "two tokens may all but tie once in a thousand"
+
+
+@needs_compiler
+@pytest.mark.parametrize("cpu_weights", ["auto", "int16"])
+def test_the_batch_a_request_is_in_changes_no_bit_of_its_logits(smollm2: ModelSource, cpu_weights: str) -> None:
+    engine = smollm2_engine(smollm2, cpu_weights)
     prompts = [golden["token_ids"] for golden in GOLDEN.values()]
     alone = [greedy(engine, [prompt], 6)[1][0] for prompt in prompts]
-    engine = smollm2_engine(smollm2, "auto")
+    engine = smollm2_engine(smollm2, cpu_weights)
     together = greedy(engine, prompts * 2, 6)[1]
     assert all(torch.equal(a, b) for a, b in zip(alone * 2, together, strict=True))
 
@@ -128,7 +148,7 @@ def test_formats_that_the_kernel_does_not_have_become_fp32_of_the_same_values(tm
 def test_without_a_compiler_torch_gives_the_same_answers_in_every_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tiny_gguf(tmp_path / "m.gguf")
     source = resolve_model(str(tmp_path / "m.gguf"))
-    kernel = {mode: greedy(engine_for(source, cpu_weights=mode), PROMPTS, 4) for mode in ("auto", "fp16", "fp32")}
+    kernel = {mode: greedy(engine_for(source, cpu_weights=mode), PROMPTS, 4) for mode in ("auto", "int16", "fp16", "fp32")}
     monkeypatch.setattr(cpu_linear, "_library", lambda: None)
     for mode, (answers, logits) in kernel.items():
         engine = engine_for(source, cpu_weights=mode)
