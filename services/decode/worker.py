@@ -36,7 +36,7 @@ from shared.engine.overlapped_decode import DecodedStep
 from shared.engine.sampler import SampledToken, SamplingRow, sample
 from shared.engine.structured_output import MASK_GRACE_S, Grammars, wait_until_ready
 from shared.engine.worker_loop import WorkerLoop, deadline_at, milliseconds
-from shared.errors import InvalidRequestError
+from shared.errors import InvalidRequestError, reason_of
 from shared.messages import (
     AbortRequest,
     DecodeRequest,
@@ -443,7 +443,7 @@ class DecodeWorker(WorkerLoop):
                 self._refuse_grammar(sequence.job, error.message)
             except Exception as error:
                 logger.exception("a grammar failed")
-                self._end(sequence.job.request.request_id, f"its grammar failed: {error}", "internal")
+                self._end(sequence.job.request.request_id, f"its grammar failed: {reason_of(error)}", "internal")
 
     def _take_late(self, sequence: DecodeSequence) -> None:
         request = sequence.request
@@ -525,7 +525,7 @@ class DecodeWorker(WorkerLoop):
             return
         except Exception as error:
             logger.exception("a step of a beam search failed")
-            self._end(job.request.request_id, f"beam search failed: {error}", "internal")
+            self._end(job.request.request_id, f"beam search failed: {reason_of(error)}", "internal")
             return
         if hypotheses is not None:
             with self.rpc.batch():
@@ -619,7 +619,7 @@ class DecodeWorker(WorkerLoop):
 
     def on_step_failed(self, output: SchedulerOutput, error: Exception) -> None:
         for job in {self._sequences[row.request.request_id].job for row in output.scheduled}:
-            self._end(job.request.request_id, f"decode step failed: {error}", "internal")
+            self._end(job.request.request_id, f"decode step failed: {reason_of(error)}", "internal")
 
     def fail_all(self, reason: str) -> None:
         for request_id in list(self._jobs):

@@ -25,7 +25,7 @@ from shared.engine.kv_cache import hidden_state_dtype
 from shared.engine.layer_groups import OnLayers
 from shared.engine.tensor_parallel.sharding import Shard
 from shared.engine.worker_loop import WorkerLoop, deadline_at, milliseconds
-from shared.errors import ConfigurationError, TransferError
+from shared.errors import ConfigurationError, TransferError, reason_of
 from shared.messages import AbortRequest, DecodeRequest, PrefillRequest, RequestFailed, WorkerTiming
 from shared.model_files.model_source import ModelSource
 from shared.model_files.weight_reader import PendingWeights
@@ -278,7 +278,7 @@ class PrefillWorker(WorkerLoop):
     def on_step_failed(self, output: SchedulerOutput, error: Exception) -> None:
         for row in output.scheduled:
             transfer_id = self._job(row.request).transfer_id
-            self._sender.abort(transfer_id, f"prefill failed: {type(error).__name__}")
+            self._sender.abort(transfer_id, f"prefill failed: {reason_of(error)}")
             self._stop_computing(transfer_id)
 
     def fail_all(self, reason: str) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from shared.clock import Clock
 from shared.config import Settings
-from shared.errors import PagewireError, ProtocolError, TransferError
+from shared.errors import PagewireError, ProtocolError, TransferError, reason_of
 from shared.ids import new_grant_id
 from shared.transport.connector import BlockMemory, CommitInfo, ReceiverEvents, ReceiverWire
 from shared.transport.protocol import control
@@ -310,7 +310,7 @@ class ReceiverState:
             is_sound = is_readable and self._write(stream, header, sources)
         except Exception as error:
             logger.exception("KV transfer %s: cannot write a block", stream.incoming.transfer_id)
-            fault = f"the decode worker cannot write a block: {error}"
+            fault = f"the decode worker cannot write a block: {reason_of(error)}"
         with self._lock:
             self._settle(stream, header, is_sound, fault)
 
