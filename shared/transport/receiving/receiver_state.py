@@ -275,6 +275,8 @@ class ReceiverState:
     def refuse_version(self, key: str, error: control.OtherVersionError) -> None:
         """Somebody said HELLO in a version that is not ours."""
         with self._lock:
+            if not self._peers.hear(key, error.src_incarnation):
+                return
             self._counters["control_ignored"] += 1
             self._peers.refuse(key, error.src_incarnation, error.message, "protocol")
 
