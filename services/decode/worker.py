@@ -230,7 +230,7 @@ class DecodeWorker(WorkerLoop):
         transfer_id = job.request.transfer_id if job is not None else None
         # False: it had ended before, or its end is on the way as an event.
         if transfer_id is not None and self._receiver.abort(transfer_id, message.reason):
-            self.on_failed(transfer_id, message.reason)
+            self.on_failed(transfer_id, message.reason, is_cancelled=False)
 
     def abort(self, message: AbortRequest) -> None:
         if message.sequence_index is None:
@@ -249,8 +249,8 @@ class DecodeWorker(WorkerLoop):
     def on_committed(self, transfer_id: str, hidden_state: bytes, info: CommitInfo) -> None:
         self.post(lambda: self._take_commit(transfer_id, hidden_state, info))
 
-    def on_failed(self, transfer_id: str, reason: str) -> None:
-        self.post(lambda: self._transfer_failed(transfer_id, reason))
+    def on_failed(self, transfer_id: str, reason: str, is_cancelled: bool) -> None:
+        self.post(lambda: self._transfer_failed(transfer_id, reason, is_cancelled))
 
     # ---- engine thread: how a request starts --------------------------------------------------------------------------
     def _compute_locally(self, job: DecodeJob) -> None:
@@ -277,9 +277,12 @@ class DecodeWorker(WorkerLoop):
         hidden = torch.frombuffer(bytearray(hidden_state), dtype=dtype)
         self._committed.append((job.sequences[0], hidden.to(self.engine.device, self.engine.dtype)))
 
-    def _transfer_failed(self, transfer_id: str, reason: str) -> None:
+    def _transfer_failed(self, transfer_id: str, reason: str, is_cancelled: bool) -> None:
         job = self._jobs.get(self._by_transfer.pop(transfer_id, ""))
-        if job is not None:
+        if job is not None and is_cancelled:
+            # The router says so to both workers, and prefill has heard it first. Should it wait all the same, it tries again.
+            self._end(job.request.request_id, f"KV transfer cancelled: {reason}")
+        elif job is not None:
             self._recover(job, reason)
 
     def _forget_awaited(self, request: Request) -> None:

@@ -108,7 +108,7 @@ class PrefillWorker(WorkerLoop):
         with self._lock:
             transfer_ids = [job.transfer_id for job in self._jobs.values() if job.request.request_id == message.request_id]
         for transfer_id in transfer_ids:
-            self._sender.abort(transfer_id, message.reason)
+            self._sender.abort(transfer_id, message.reason, is_cancelled=True)
             self.post(partial(self._stop_computing, transfer_id))
 
     def routers_in_use(self) -> set[bytes]:

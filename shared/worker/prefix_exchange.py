@@ -263,8 +263,8 @@ class _ReceiverEvents:
         elif self._others is not None:
             self._others.on_committed(transfer_id, hidden_state, info)
 
-    def on_failed(self, transfer_id: str, reason: str) -> None:
+    def on_failed(self, transfer_id: str, reason: str, is_cancelled: bool) -> None:
         if self._exchange._is_pulled(transfer_id):
             self._exchange._post(lambda: self._exchange._settle(transfer_id, None, reason))
         elif self._others is not None:
-            self._others.on_failed(transfer_id, reason)
+            self._others.on_failed(transfer_id, reason, is_cancelled)

@@ -103,10 +103,13 @@ def in_background(call: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]
 
 def test_a01_clients_that_leave_between_prefill_and_decode_leave_nothing_behind(proxied: ProxiedStack) -> None:
     proxied.delay(0.5)
+    fallbacks, failures = proxied.counter("kv_recompute_fallbacks"), proxied.counter("kv_transfer_failures")
     for _ in range(4):
         with proxied.stack.request_under_way(ids(96, first=next(_seeds)), 64):
             time.sleep(0.25)
     proxied.stack.wait_until_idle(5)
+    assert proxied.counter("kv_recompute_fallbacks") == fallbacks, "nothing is made good for clients that left"
+    assert proxied.counter("kv_transfer_failures") == failures
 
 
 def test_a03_blocks_of_an_aborted_request_are_another_ones_and_late_frames_do_not_reach_them(proxied: ProxiedStack) -> None:

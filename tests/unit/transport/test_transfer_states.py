@@ -323,6 +323,25 @@ def test_prefill_that_aborts_before_the_reservation_fails_it_at_once():
     assert "out of memory" in pair.receiver_log.ended[TRANSFER][0]
 
 
+@pytest.mark.parametrize("is_cancelled", [True, False])
+@pytest.mark.parametrize("stage", ["before the reservation", "while it waits for room", "under way"])
+def test_the_receiver_learns_whether_a_transfer_broke_or_nobody_wants_it_any_more(stage, is_cancelled):
+    pair = MemoryPair(FaultPlan(max_delay_s=0.02))
+    pair.offer(16)
+    if stage == "before the reservation":
+        pair.network.run(0.5)
+    else:
+        pair.expect(16, [0, 1, 2, 3])
+        pair.network.run(0.5 if stage == "under way" else 0.0)
+    pair.sender.abort(TRANSFER, "so it is", is_cancelled=is_cancelled)
+    pair.network.run(0.5)
+    if stage == "before the reservation":
+        pair.expect(16, [0])
+        pair.network.run(0.1)
+    assert "so it is" in pair.receiver_log.ended[TRANSFER][0]
+    assert pair.receiver_log.cancelled == [TRANSFER] * is_cancelled
+
+
 @pytest.mark.parametrize(
     "changes",
     [{"grant_id": 1}, {"slot_gen": 99}, {"src_incarnation": 12}, {"dst_incarnation": 21}, {"attempt": 1}, {"transfer_id": bytes(16)}],
