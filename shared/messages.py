@@ -121,7 +121,8 @@ class AbortRequest(_FromRouter):
 
 
 class PrefillLost(_FromRouter):
-    """Router -> decode: the prefill worker of this request is gone. Where its transfer has not ended, it will not come."""
+    """Router -> decode: the prefill worker of this request is gone, or has given its transfer up. Where that has not ended, it will not
+    come."""
 
     kind: Literal["prefill_lost"] = "prefill_lost"
     request_id: str

@@ -8,7 +8,7 @@ What a worker lacks of a prefix it may fetch from another that has it, where tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from shared.cache.prefix_index import Holder
@@ -134,8 +134,11 @@ class _Prefix:
     pull: Pull | None = None
 
 
-def select(facts: RequestFacts, prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> Route | None:
-    """The cheapest pair, or None when no pair exists. A local route needs no prefill worker."""
+def select(
+    facts: RequestFacts, prefill: Sequence[Candidate], decode: Sequence[Candidate], avoided: Collection[tuple[Holder, Holder]] = ()
+) -> Route | None:
+    """The cheapest pair, or None when no pair exists. A local route needs no prefill worker. `avoided`: pairs of a prefill and a decode
+    worker to choose only where there is nothing else."""
     workers = [*prefill, *decode]
     tokens_per_s = _typical_speed(workers)
     prefixes = {candidate.worker_id: _prefix(facts, candidate, workers, tokens_per_s) for candidate in workers}
@@ -149,7 +152,8 @@ def select(facts: RequestFacts, prefill: Sequence[Candidate], decode: Sequence[C
         routes = []
         wait_ms = decode_wait_ms(facts, candidate)
         usable, saved = facts.usable_blocks(candidate), facts.saved_blocks(candidate)
-        best_prefill = next((other for other in by_cost if other.kv_format.can_send_to(candidate.kv_format)), None)
+        partners = (other for other in by_cost if other.kv_format.can_send_to(candidate.kv_format))
+        best_prefill = next((other for other in partners if (other.identity, candidate.identity) not in avoided), None)
         prefix = prefixes[candidate.worker_id]
         is_near_complete = saved >= 1 and facts.num_uncached_tokens(candidate, saved) <= facts.local_prefill_max_tokens
         if facts.is_aggregated or (
@@ -168,6 +172,8 @@ def select(facts: RequestFacts, prefill: Sequence[Candidate], decode: Sequence[C
             rank = _rank(candidate, route.predicted_ms)
             if best is None or rank < best[0]:
                 best = (rank, route)
+    if best is None and avoided:
+        return select(facts, prefill, decode)
     return best[1] if best else None
 
 

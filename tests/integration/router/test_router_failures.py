@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import pytest
 from router_answers import CNT, CNT_IDS, SERVED, check_error, namespaces
 from router_harness import RedisServer, Stack, eventually
@@ -203,3 +204,17 @@ def test_workers_that_cannot_exchange_kv_are_not_paired(bare: Stack) -> None:
     assert bare.complete().status_code == 200
     assert double.of_kind(DecodeRequest)
     assert not other.of_kind(DecodeRequest)
+
+
+def test_a_pair_whose_transfers_fail_is_avoided_and_decode_is_told_that_its_kv_will_not_come(bare: Stack) -> None:
+    """As when a firewall stands between the two: prefill cannot tell decode."""
+    cannot = RequestFailed(request_id="", message="the decode worker did not answer HELLO", error_type="transfer", retryable=True)
+    lonely = bare.join("prefill", "a", Script(failure=lambda request: msgspec.structs.replace(cannot, request_id=request.request_id)))
+    other = bare.join("prefill", "b")
+    decode = bare.join("decode", "d", Script(first_delay_s=0.2))
+    bare.wait_ready()
+    eventually(lambda: len(bare.parts.directory.usable("prefill")) == 2)
+    for _ in range(10):
+        assert bare.complete().json()["choices"][0]["text"] == CNT
+    assert len(lonely.of_kind(PrefillRequest)) == 2 and len(other.of_kind(PrefillRequest)) == 8
+    assert [message.reason for message in decode.of_kind(PrefillLost)] == [cannot.message] * 2
