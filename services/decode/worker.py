@@ -44,6 +44,7 @@ from shared.messages import (
     FinishReason,
     PrefillLost,
     PrefillRequest,
+    PrefixPulled,
     RequestFailed,
     RequestOutput,
     WorkerTiming,
@@ -201,7 +202,7 @@ class DecodeWorker(WorkerLoop):
 
     def _pull_prefix(self, job: DecodeJob, reservation: Reservation) -> bool:
         """True: the request goes on when another worker's blocks are here, or will not come."""
-        pull, then = job.prefix_pull, partial(self._compute_locally, job)
+        pull, then = job.prefix_pull, partial(self._go_on_after_pull, job)
         return pull is not None and self.prefixes.pull(pull, job.request, reservation, job.span, then)
 
     def _queue_again(self, job: DecodeJob) -> None:
@@ -253,6 +254,10 @@ class DecodeWorker(WorkerLoop):
         self.post(lambda: self._transfer_failed(transfer_id, reason, is_cancelled))
 
     # ---- engine thread: how a request starts --------------------------------------------------------------------------
+    def _go_on_after_pull(self, job: DecodeJob, failure: str | None) -> None:
+        self.rpc.send(job.router, PrefixPulled(request_id=job.request.request_id, failure=failure))
+        self._compute_locally(job)
+
     def _compute_locally(self, job: DecodeJob) -> None:
         if self._jobs.get(job.request.request_id) is job:
             self.engine.scheduler.add_running(job.request)

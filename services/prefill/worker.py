@@ -26,7 +26,7 @@ from shared.engine.layer_groups import OnLayers
 from shared.engine.tensor_parallel.sharding import Shard
 from shared.engine.worker_loop import WorkerLoop, deadline_at, milliseconds
 from shared.errors import ConfigurationError, TransferError, reason_of
-from shared.messages import AbortRequest, DecodeRequest, PrefillRequest, RequestFailed, WorkerTiming
+from shared.messages import AbortRequest, DecodeRequest, PrefillRequest, PrefixPulled, RequestFailed, WorkerTiming
 from shared.model_files.model_source import ModelSource
 from shared.model_files.weight_reader import PendingWeights
 from shared.request import Request, RequestStatus
@@ -151,9 +151,13 @@ class PrefillWorker(WorkerLoop):
         if reservation is None:
             self._drop_pull(job, "there is no room for it now")
             return False
-        if not self.prefixes.pull(pull, request, reservation, job.span, partial(self._compute_rest, job)):
+        if not self.prefixes.pull(pull, request, reservation, job.span, partial(self._go_on_after_pull, job)):
             self._compute_rest(job)
         return True
+
+    def _go_on_after_pull(self, job: PrefillJob, failure: str | None) -> None:
+        self.rpc.send(job.router, PrefixPulled(request_id=job.request.request_id, failure=failure))
+        self._compute_rest(job)
 
     def _compute_rest(self, job: PrefillJob) -> None:
         if self._jobs.get(job.transfer_id) is job:

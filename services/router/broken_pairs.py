@@ -1,6 +1,6 @@
-"""Pairs of a prefill and a decode worker whose KV transfers fail one after the other: most often one cannot reach the other.
+"""Pairs of workers whose KV transfers fail one after the other: most often one cannot reach the other.
 
-Both are well, and serve with others; nothing but what becomes of requests shows it.
+Both are well, and serve with others; nothing but what becomes of requests, and of prefixes pulled for them, shows it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ AVOIDED_S = 30.0
 _FORGOTTEN_S = 600.0
 
 Pair = tuple[Holder, Holder]
-"""Prefill, decode."""
+"""Sender, receiver."""
 
 
 class BrokenPairs:
@@ -31,7 +31,7 @@ class BrokenPairs:
 
     def note_success(self, pair: Pair) -> None:
         if self._failures.pop(pair, (0, 0.0))[0] >= MAX_FAILURES:
-            _logger.info("prefill worker %s and decode worker %s exchange KV again", pair[0].worker_id, pair[1].worker_id)
+            _logger.info("KV goes from worker %s to worker %s again", pair[0].worker_id, pair[1].worker_id)
 
     def note_failure(self, pair: Pair, reason: str) -> None:
         now_s = self._clock.now_s()
@@ -40,7 +40,7 @@ class BrokenPairs:
         self._failures[pair] = (num_failures, now_s)
         if num_failures >= MAX_FAILURES:
             _logger.warning(
-                "%d KV transfers in a row from prefill worker %s to decode worker %s failed, the last by: %s; others come first for %g s",
+                "%d KV transfers in a row from worker %s to worker %s failed, the last by: %s; others come first for %g s",
                 num_failures, pair[0].worker_id, pair[1].worker_id, reason, AVOIDED_S,
             )  # fmt: skip
 

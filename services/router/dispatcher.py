@@ -39,6 +39,7 @@ from shared.messages import (
     PrefillLost,
     PrefillRequest,
     PrefixPull,
+    PrefixPulled,
     PromptLogprobs,
     RequestFailed,
     RequestOutput,
@@ -312,6 +313,8 @@ class Dispatcher:
                 elif isinstance(mail, PromptLogprobs):
                     if request.prompt_logprobs is not None:
                         request.prompt_logprobs.add(mail)
+                elif isinstance(mail, PrefixPulled):
+                    self._note_pull(pair, mail)
                 elif isinstance(mail, _PrefillEnded):
                     has_prefill_ended = True
                     if mail.failure is not None and prefill is not None:
@@ -359,6 +362,15 @@ class Dispatcher:
                 worker.client.unregister(request_id)
                 if not is_finished:
                     worker.client.send(AbortRequest(request_id=request_id, reason="the router no longer waits for it"))
+
+    def _note_pull(self, pair: _Pair, mail: PrefixPulled) -> None:
+        if pair.prefix_holder is None:
+            return
+        between = pair.prefix_holder.holder, pair.computing.holder
+        if mail.failure is None:
+            self._broken_pairs.note_success(between)
+        else:
+            self._broken_pairs.note_failure(between, mail.failure)
 
     def _count_load(self, request: EngineRequest, request_id: str, pair: _Pair) -> None:
         if pair.prefill is not None:
@@ -424,7 +436,7 @@ class Dispatcher:
     def _note_prefill(self, worker: Worker, request_id: str, mail: WorkerMessage | WorkerGone, mailbox: Mailbox[Mail]) -> None:
         """News from prefill. Decode is told what it may not know: a prefill worker that cannot reach it cannot say so. What decode says
         counts; but of a request that prefill did not take in at all, decode would hear nothing."""
-        if isinstance(mail, PromptLogprobs):
+        if isinstance(mail, PromptLogprobs | PrefixPulled):
             mailbox.put(mail)
             return
         worker.release(request_id)
@@ -439,7 +451,7 @@ class Dispatcher:
 def _max_mails(request: EngineRequest) -> int:
     """More than this in the mailbox is not what was asked for. Parts of the prompt's log-probabilities may come twice."""
     num_parts = 0 if request.prompt_logprobs is None else 2 * len(request.prompt.token_ids)
-    return request.num_sequences * (request.sampling.max_tokens + 2) + num_parts + 3
+    return request.num_sequences * (request.sampling.max_tokens + 2) + num_parts + 4
 
 
 def _candidates(workers: Sequence[Worker], overlap: dict[Holder, Overlap], avoid: set[Holder], is_strict: bool) -> list[Candidate]:

@@ -137,11 +137,11 @@ class _Prefix:
 def select(
     facts: RequestFacts, prefill: Sequence[Candidate], decode: Sequence[Candidate], avoided: Collection[tuple[Holder, Holder]] = ()
 ) -> Route | None:
-    """The cheapest pair, or None when no pair exists. A local route needs no prefill worker. `avoided`: pairs of a prefill and a decode
-    worker to choose only where there is nothing else."""
+    """The cheapest pair, or None when no pair exists. A local route needs no prefill worker. `avoided`: (sender, receiver) between which
+    KV is to go only where there is nothing else."""
     workers = [*prefill, *decode]
     tokens_per_s = _typical_speed(workers)
-    prefixes = {candidate.worker_id: _prefix(facts, candidate, workers, tokens_per_s) for candidate in workers}
+    prefixes = {candidate.worker_id: _prefix(facts, candidate, workers, tokens_per_s, avoided) for candidate in workers}
 
     def computing_ms(candidate: Candidate) -> float:
         return prefill_cost_ms(facts, candidate, prefixes[candidate.worker_id], tokens_per_s)
@@ -172,9 +172,10 @@ def select(
             rank = _rank(candidate, route.predicted_ms)
             if best is None or rank < best[0]:
                 best = (rank, route)
-    if best is None and avoided:
-        return select(facts, prefill, decode)
-    return best[1] if best else None
+    if best is not None:
+        return best[1]
+    between = {(sender.identity, receiver.identity) for sender in prefill for receiver in decode}
+    return select(facts, prefill, decode, frozenset(avoided) - between) if between & set(avoided) else None
 
 
 def prefill_cost_ms(
@@ -187,12 +188,24 @@ def prefill_cost_ms(
     return candidate.num_requests * REQUEST_OVERHEAD_MS + prefix.fetch_ms + _compute_ms(candidate, num_tokens, default_tokens_per_s)
 
 
-def _prefix(facts: RequestFacts, candidate: Candidate, holders: Sequence[Candidate], default_tokens_per_s: float) -> _Prefix:
+def _prefix(
+    facts: RequestFacts,
+    candidate: Candidate,
+    holders: Sequence[Candidate],
+    default_tokens_per_s: float,
+    avoided: Collection[tuple[Holder, Holder]],
+) -> _Prefix:
     """With what the best of `holders` other than itself has besides, if fetching that costs less than computing it."""
     own = facts.saved_blocks(candidate)
     without_pull = _Prefix(own, facts.load_ms(candidate, own))
     # Where the formats differ, so do the hashes: such a worker could not be told what is wanted.
-    others = [holder for holder in holders if holder.worker_id != candidate.worker_id and holder.kv_format == candidate.kv_format]
+    others = [
+        holder
+        for holder in holders
+        if holder.worker_id != candidate.worker_id
+        and holder.kv_format == candidate.kv_format
+        and (holder.identity, candidate.identity) not in avoided
+    ]
     holder = max(
         others, key=lambda other: (other.overlap_blocks, -other.num_host_blocks, -other.num_requests, other.worker_id), default=None
     )

@@ -5,15 +5,16 @@ from __future__ import annotations
 import threading
 import time
 
+import pytest
 import redis
-from router_answers import CNT, CNT_IDS, check_error
+from router_answers import CNT, CNT_IDS, check_error, namespaces
 from router_harness import RedisServer, Stack, eventually
 from stub_worker import Script
 
 from services.router.served_model import ServedModel
 from shared.block_hash import hash_full_blocks, root_hash
-from shared.membership import blocks_key, worker_key
-from shared.messages import DecodeRequest, PrefillRequest
+from shared.membership import WorkerStats, blocks_key, worker_key
+from shared.messages import DecodeRequest, PrefillRequest, SendPrefix
 
 
 def prompt_hashes(stack: Stack, token_ids: list[int]) -> list[bytes]:
@@ -32,6 +33,27 @@ def test_request_goes_to_the_holder_of_its_prefix(bare: Stack) -> None:
     for _ in range(3):
         bare.complete(prompt=prompt)
     eventually(lambda: len(holder.of_kind(PrefillRequest)) == 3)
+
+
+@pytest.mark.parametrize(("failure", "num_pulls"), [("no data lane could be reached", 2), (None, 6)])
+def test_prefixes_are_no_longer_pulled_where_pulls_fail(
+    redis_server: RedisServer, model: ServedModel, failure: str | None, num_pulls: int
+) -> None:
+    prompt = [504 + number for number in range(1000)]
+    stack = Stack(redis_server.url, model, f"test{next(namespaces)}", aggregated=True)
+    try:
+        holder, idle = stack.join("decode", "busy"), stack.join("decode", "idle", Script(pull_failure=failure))
+        holder.stats = WorkerStats(num_running=100)
+        holder.index.publish(prompt_hashes(stack, prompt))
+        stack.wait_ready()
+        eventually(lambda: len(stack.parts.directory.usable("decode")) == 2)
+        time.sleep(0.5)  # statistics travel with the lease
+        for _ in range(6):
+            assert stack.complete(prompt=prompt).status_code == 200
+        assert [message.prefix_pull is not None for message in idle.of_kind(DecodeRequest)].count(True) == num_pulls
+        assert len(holder.of_kind(SendPrefix)) == num_pulls
+    finally:
+        stack.close()
 
 
 def test_short_uncached_tail_stays_on_decode(bare: Stack) -> None:

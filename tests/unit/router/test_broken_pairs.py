@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 from services.router.broken_pairs import AVOIDED_S, BrokenPairs
-from services.router.policy import Candidate, RequestFacts, select
+from services.router.policy import Candidate, RequestFacts, Route, select
 from shared.cache.prefix_index import Holder
 from shared.clock import ManualClock
 
@@ -49,3 +51,18 @@ def test_an_avoided_pair_is_chosen_only_where_there_is_no_other() -> None:
     assert route(prefill, workers("d0"), (P0, D0)) == ("p1", "d0")
     assert route(workers("p0"), workers("d0"), (P0, D0)) == ("p0", "d0")
     assert route(prefill, decode, (P0, D0), (P1, D0)) == ("p0", "d1")
+
+
+def test_a_prefix_is_pulled_over_no_avoided_pair_even_where_the_transfer_has_to_take_one() -> None:
+    holder, idle = Candidate("p0", 1, overlap_blocks=31, num_requests=50, tokens_per_s=1000), Candidate("p1", 1, tokens_per_s=1000)
+
+    def route(*avoided: tuple[Holder, Holder]) -> Route:
+        chosen = select(replace(FACTS, num_prompt_tokens=600), [holder, idle], workers("d0"), frozenset(avoided))
+        assert chosen is not None and chosen.prefill is not None
+        return chosen
+
+    pulling = route()
+    assert pulling.prefill == idle and pulling.pull is not None and pulling.pull.holder == holder
+    for avoided in ([(P0, P1)], [(P0, P1), (P0, D0), (P1, D0)]):
+        assert route(*avoided).pull is None
+    assert route((P1, P0)).pull is not None, "the other direction is another matter"
