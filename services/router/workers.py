@@ -1,7 +1,7 @@
 """Which workers there are: the records in Redis, read every POLL_INTERVAL_S, joined with the state of each worker's connection.
 
 While Redis does not answer, the last known table stays in use. A worker is gone when its connection breaks (milliseconds), when
-its lease has run out, when another incarnation took its name, or when it left.
+its lease has run out and nothing was heard of it either, when another incarnation took its name, or when it left.
 """
 
 from __future__ import annotations
@@ -201,7 +201,11 @@ class WorkerDirectory:
                 worker.record = record
                 worker.missing_since_s = None
             elif worker_id in listed_ids and now_s > self._outage_until_s:
-                self._remove(worker, "its lease ran out")
+                # Who speaks is not dead, but Redis too slow for it; whoever has nothing to do may be taken for either.
+                if now_s - worker.client.heard_s > self._lease_s:
+                    self._remove(worker, "its lease ran out")
+                else:
+                    worker.missing_since_s = now_s
             else:
                 # It left in order, or Redis was away or came back empty: then the worker will register again within its lease.
                 worker.missing_since_s = now_s if worker.missing_since_s is None else worker.missing_since_s

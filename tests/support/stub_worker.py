@@ -126,6 +126,11 @@ class StubWorker:
         """As SIGSTOP: the connection stays, nothing is answered, the lease is not renewed."""
         self._frozen = True
 
+    def lose_redis(self) -> None:
+        """It can renew its lease no longer; all else goes on."""
+        self._keeper._is_closing.set()
+        self._keeper._deregister = lambda: None
+
     def kill(self) -> None:
         """As SIGKILL: the connection breaks, the record stays until its lease runs out."""
         self._frozen = True

@@ -218,3 +218,13 @@ def test_a_pair_whose_transfers_fail_is_avoided_and_decode_is_told_that_its_kv_w
         assert bare.complete().json()["choices"][0]["text"] == CNT
     assert len(lonely.of_kind(PrefillRequest)) == 2 and len(other.of_kind(PrefillRequest)) == 8
     assert [message.reason for message in decode.of_kind(PrefillLost)] == [cannot.message] * 2
+
+
+def test_a_worker_that_speaks_is_not_given_up_because_its_lease_ran_out(bare: Stack) -> None:
+    """As when Redis is slow: answers must not break off. What a worker with nothing to do has to say, the lease alone says."""
+    bare.join("prefill", "p")
+    decode = bare.join("decode", "d", Script(repeats=True, delay_s=0.1))
+    bare.wait_ready()
+    decode.lose_redis()
+    assert len(bare.complete(max_tokens=40, ignore_eos=True, return_token_ids=True).json()["choices"][0]["token_ids"]) == 40
+    eventually(lambda: bare.client.get("/ready").status_code == 503, 3.0)
