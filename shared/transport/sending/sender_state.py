@@ -567,6 +567,8 @@ class SenderState:
         else:
             chunk.header = replace(chunk.header, flags=chunk.header.flags | Flags.RETRY)
             self._counters["chunks_resent"] += 1
+        if not transfer.in_flight:
+            transfer.last_progress_s = self._clock.now_s()  # until now there was nothing to acknowledge
         chunk.lane = connection.least_loaded()
         connection.lanes[chunk.lane].num_in_flight += 1
         transfer.in_flight.add(seq)
