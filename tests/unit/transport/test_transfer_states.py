@@ -333,7 +333,9 @@ def test_what_prefill_takes_to_compute_is_not_taken_for_a_wire_that_is_dead(num_
     pair.sender.send_blocks(TRANSFER, [(index, index) for index in range(num_first)])
     pair.network.run(DEAD_WIRE_S + 5)
     assert not pair.sender_log.ended
-    pair.send_all(16)
+    pair.sender.send_blocks(TRANSFER, [(index, index) for index in range(num_first, 4)])
+    pair.network.run(0.15)  # on the way
+    pair.sender.commit(TRANSFER, b"", 0)
     pair.network.run(2.0)
     assert pair.sender_log.ended == pair.receiver_log.ended == {TRANSFER: [None]}
 
