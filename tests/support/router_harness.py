@@ -82,8 +82,8 @@ class Stack:
         self.client = httpx.Client(base_url=self.url, timeout=30)
         eventually(lambda: self.server.started)
 
-    def join(self, role: str, name: str, script: Script | None = None, **record: object) -> StubWorker:
-        worker = StubWorker(role, name, self.redis_url, self.model.fingerprint, self.namespace, script, **record)
+    def join(self, role: str, name: str, script: Script | None = None, lease_s: float = 1.5, **record: object) -> StubWorker:
+        worker = StubWorker(role, name, self.redis_url, self.model.fingerprint, self.namespace, script, lease_s, **record)
         self.workers.append(worker)
         return worker
 

@@ -91,7 +91,15 @@ def num_prompt_logprobs(request: DecodeRequest | PrefillRequest) -> int | None:
 
 class StubWorker:
     def __init__(
-        self, role: str, name: str, redis_url: str, fingerprint: str, namespace: str, script: Script | None = None, **record: object
+        self,
+        role: str,
+        name: str,
+        redis_url: str,
+        fingerprint: str,
+        namespace: str,
+        script: Script | None = None,
+        lease_s: float = 1.5,
+        **record: object,
     ) -> None:
         self.role, self.name = role, name
         self.script = script or Script()
@@ -110,7 +118,7 @@ class StubWorker:
             "dtype": "float32", "block_size": 16, "num_blocks": 1024, "max_model_len": 8192, "vocab_size": 49152, **record,
         }  # fmt: skip
         self.index = RedisPrefixIndexWriter(namespace, name, self.incarnation)
-        self._keeper = LeaseKeeper(redis_url, namespace, self._make_record, 1.5, self.index)
+        self._keeper = LeaseKeeper(redis_url, namespace, self._make_record, lease_s, self.index)
         self._stopping = threading.Event()
         self._frozen = False
         self._thread = threading.Thread(target=self._serve, daemon=True)
