@@ -26,16 +26,16 @@ up: $(SERVE) ## Serve the packaged model on http://127.0.0.1:8000 until Ctrl-C (
 
 install: $(DEV) ## Install everything for development into .venv
 
-# Tests that start the whole stack measure times, so they have the machine to themselves; the others then share it.
-SOCKETS := $(addprefix tests/integration/test_,$(addsuffix .py,kv_zmq kv_proxy kv_transports kv_security fault_proxy client_load real_run \
-	prefix_exchange_ends))
+# Tests that start the whole stack take all cores by themselves; the others then run two at a time.
+SOCKETS := tests/integration/router $(addprefix tests/integration/test_,$(addsuffix .py,kv_zmq kv_proxy kv_transports kv_security \
+	fault_proxy client_load real_run prefix_exchange_ends prefix_index responses trace_export golden_logits split_gguf))
 COVERAGE := --cov --cov-report=term:skip-covered --cov-fail-under=$(MIN_COVERAGE)
 test: $(DEV) ## Run all tests that need neither a GPU nor Docker, with line coverage of shared/ and services/
 ifneq ($(strip $(ARGS)),)
 	@$(BIN)/python -m pytest $(COVERAGE) $(ARGS)
 else
-	@$(BIN)/python -m pytest --cov --cov-report= tests/fuzz tests/integration tests/parity $(addprefix --ignore=,$(SOCKETS)); alone=$$?; \
-	$(BIN)/python -m pytest -n 2 $(COVERAGE) --cov-append tests/contract tests/kernels tests/simulation tests/unit $(SOCKETS) && exit $$alone
+	@$(BIN)/python -m pytest --part first --cov --cov-report= tests/fuzz tests/integration tests/parity $(addprefix --ignore=,$(SOCKETS)); alone=$$?; \
+	$(BIN)/python -m pytest --part last -n 2 $(COVERAGE) --cov-append tests/contract tests/kernels tests/simulation tests/unit $(SOCKETS) && exit $$alone
 endif
 
 check: $(DEV) ## Lint, formatting, types and layers

@@ -19,16 +19,17 @@ import httpx
 from services.chaos.chaos_event import ChaosEvent
 from services.chaos.client_load import ClientLoad
 from services.chaos.fault_proxy import Fault, Flow, Link
+from services.chaos.loop_lateness import LoopLateness
 from services.chaos.stack_under_test import StackMetrics, StackUnderTest
 
 DETECTION_S = 2.0
-"""A dead or frozen worker is out of use within this."""
+"""A dead or frozen worker is out of use within this, and whatever time this process was held up itself."""
 REST_S = 5.0
-"""After the last fault and the last answer no block may be in use for longer than this."""
+"""After the last fault and the last answer no block may be in use for longer than this; held up itself, the stack was too."""
 _OBSERVER_MARGIN_S = 0.3
 _STATS_AGE_S = 1.0
 """What the router shows of a worker is as old as the worker's last renewal: less than this."""
-_RESTART_S = 60.0
+_RESTART_S = 180.0
 _FAULTS_PER_ROUND = 40
 _NUM_CLIENTS = 5
 _NUM_PROMPTS = 15
@@ -94,10 +95,12 @@ class RealRun:
         self._down: set[str] = set()
         """Workers that were killed or stopped for long and are not back in use."""
         self._is_gentle = False
+        self._lateness = LoopLateness()
         self._detections_s: list[float] = []
         self._rests_s: list[float] = []
 
     async def run(self) -> AsyncGenerator[ChaosEvent, None]:
+        watching = asyncio.create_task(self._lateness.watch())
         try:
             await self._load.learn(self._seed, num_prompts=min(_NUM_PROMPTS, 3 + self._num_wanted // 5))
             yield {"event": "stage", "what": f"{self._load.num_known} prompts with known answers; log of the stack: {self._stack.log_path}"}
@@ -111,9 +114,9 @@ class RealRun:
                     again = f"pagewire chaos --real {self._num_wanted} --seed {self._seed}"
                     yield {"event": "violation", "what": what, "seed": self._seed, "at_s": self._now_s(), "again": again}
         finally:
-            for task in self._lasting:
+            for task in (watching, *self._lasting):
                 task.cancel()
-            await asyncio.gather(*self._lasting, return_exceptions=True)
+            await asyncio.gather(watching, *self._lasting, return_exceptions=True)
             await self._load.close()
             await self._observer.aclose()
         yield self._summary(num_rounds)
@@ -177,10 +180,10 @@ class RealRun:
 
     async def _come_to_rest(self) -> None:
         """No block in use soon; then all workers back, with none in use either."""
-        start_s = time.monotonic()
+        start_s, late_s = time.monotonic(), self._lateness.total_s
         await asyncio.sleep(_STATS_AGE_S)
         metrics = await self._metrics()
-        while (metrics is None or metrics.num_used) and time.monotonic() - start_s < REST_S:
+        while (metrics is None or metrics.num_used) and time.monotonic() - start_s < REST_S + self._lateness.total_s - late_s:
             await asyncio.sleep(0.1)
             metrics = await self._metrics()
         self._rests_s.append(time.monotonic() - start_s)
@@ -320,17 +323,18 @@ class RealRun:
 
     async def _watch_detection(self, worker: str, since_s: float, what: str) -> None:
         """Until the router has the worker out of use."""
-        limit_s = since_s + DETECTION_S + _OBSERVER_MARGIN_S
+        late_s = self._lateness.total_s
         while True:
             metrics = await self._metrics()
             took_s = time.monotonic() - since_s
+            is_late = took_s > DETECTION_S + _OBSERVER_MARGIN_S + self._lateness.total_s - late_s
             if metrics is not None and worker not in metrics.used_blocks:
                 self._detections_s.append(took_s)
                 break
-            if time.monotonic() > limit_s:
+            if is_late:
                 break
             await asyncio.sleep(0.05)
-        if time.monotonic() > limit_s:
+        if is_late:
             self._violations.append(f"{worker} was {what} and still in use after {took_s:.1f} s")
 
     async def _watch_return(self, worker: str) -> None:

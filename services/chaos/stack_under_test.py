@@ -24,7 +24,7 @@ from shared.config import Settings
 from shared.errors import ConfigurationError
 
 _READY_TIMEOUT_S = 180.0
-_STOP_TIMEOUT_S = 15.0
+_STOP_TIMEOUT_S = 60.0
 _USED = "pagewire:kv_blocks_used"
 _FALLBACKS = "pagewire:kv_recompute_fallbacks_total"
 _KEPT = ("PAGEWIRE_ASYNC_SCHEDULING", "PAGEWIRE_TENSOR_PARALLEL_SIZE")

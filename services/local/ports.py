@@ -23,14 +23,13 @@ def check_port(host: str, port: int) -> None:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    return free_ports(1, host)
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> int:
-    """The first of `count` ports in a row that nothing uses. Outside the range from which the system gives out its own."""
-    for first in random.sample(range(20_000, 32_000 - count), 200):
+    """The first of `count` ports in a row that nothing uses. Outside the range from which the system gives out its own: there any
+    connection could take one before it is listened on."""
+    for first in random.SystemRandom().sample(range(20_000, 32_000 - count), 200):  # no seed makes two processes choose alike
         with contextlib.ExitStack() as probes:
             try:
                 for port in range(first, first + count):

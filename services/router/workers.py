@@ -1,7 +1,9 @@
 """Which workers there are: the records in Redis, read every POLL_INTERVAL_S, joined with the state of each worker's connection.
 
 While Redis does not answer, the last known table stays in use. A worker is gone when its connection breaks (milliseconds), when
-its lease has run out and nothing was heard of it either, when another incarnation took its name, or when it left.
+its lease has run out and nothing was heard of it either, when another incarnation took its name, or when it left. A lease that ran out
+while this process could not look says nothing: on a machine that was held up as a whole (suspended, a virtual one not scheduled) nobody
+could renew.
 """
 
 from __future__ import annotations
@@ -112,6 +114,7 @@ class WorkerDirectory:
         self._workers: dict[str, Worker] = {}
         self._barred_until_s: dict[Holder, float] = {}
         self._outage_until_s = 0.0
+        self._applied_at_s = clock.now_s()
         self._refused: set[Holder] = set()
         self._unused_since_s: dict[str, float] = {}
         self._task: asyncio.Task[None] | None = None
@@ -161,8 +164,7 @@ class WorkerDirectory:
                 if self.redis_ok:
                     _logger.warning("Redis does not answer (%s); routing goes on with the workers known", type(error).__name__)
                 self.redis_ok = False
-                # Workers could not renew either: a lease that ran out meanwhile says nothing about its worker.
-                self._outage_until_s = self._clock.now_s() + self._lease_s + 0.5
+                self._excuse_missing_records(self._clock.now_s() + self._lease_s + 0.5)
             else:
                 self.redis_ok = True
                 try:
@@ -193,6 +195,9 @@ class WorkerDirectory:
 
     def _apply(self, listed_ids: set[str], records: dict[str, WorkerRecord]) -> None:
         now_s = self._clock.now_s()
+        if now_s - self._applied_at_s > self._lease_s / 2:  # who had renewed in time had more than this left
+            self._excuse_missing_records(now_s + self._lease_s / 2)  # in which each renews twice
+        self._applied_at_s = now_s
         for worker_id, worker in list(self._workers.items()):
             record = records.get(worker_id)
             if record is not None and record.incarnation != worker.record.incarnation:
@@ -216,6 +221,10 @@ class WorkerDirectory:
             holder = Holder(worker_id, record.incarnation)
             if worker_id not in self._workers and holder not in self._barred_until_s and self._is_compatible(holder, record):
                 self._add(record)
+
+    def _excuse_missing_records(self, until_s: float) -> None:
+        """Workers could not renew: a lease that ran out meanwhile says nothing about its worker, which has until then to do so."""
+        self._outage_until_s = max(self._outage_until_s, until_s)
 
     def _is_compatible(self, holder: Holder, record: WorkerRecord) -> bool:
         ours, theirs = self._model_fingerprint, record.model_fingerprint

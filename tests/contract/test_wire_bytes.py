@@ -109,7 +109,7 @@ def test_payload_over_the_agreed_chunk_is_refused():
         DataHeader.unpack(HEADER.pack(), HEADER.payload_nbytes - 1)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.binary(min_size=188, max_size=188))
 def test_noise_with_a_right_crc_raises_protocol_error_and_nothing_else(noise):
     body = b"KVX1" + struct.pack("<HH", 1, 192) + noise[8:146] + bytes(42)

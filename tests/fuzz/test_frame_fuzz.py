@@ -57,7 +57,7 @@ def test_fuzzer_names_the_frame_at_which_something_broke(monkeypatch: pytest.Mon
 
 
 @given(st.binary(min_size=HEADER_NBYTES - 4, max_size=HEADER_NBYTES - 4), st.booleans())
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_header_is_taken_only_when_it_says_the_same_when_packed_again(body: bytes, is_disguised: bool) -> None:
     if is_disguised:
         body = b"KVX1\x01\x00\xc0\x00" + body[8:-42] + bytes(42)
@@ -70,7 +70,7 @@ def test_header_is_taken_only_when_it_says_the_same_when_packed_again(body: byte
 
 
 @given(st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_header_of_any_numbers_is_packed_and_read_back_or_refused(data: st.DataObject) -> None:
     fuzzer_header = next(iter(DataFuzzer(1)._valid.values()))[0]
     names = data.draw(st.lists(st.sampled_from([n for n in kv_frame_fuzzer._HEADER_FIELDS if n.endswith(("start", "count", "seq"))])))
@@ -95,7 +95,7 @@ _bodies = st.fixed_dictionaries(
 
 
 @given(_json | _bodies)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_control_message_of_any_shape_is_read_or_refused(body: object) -> None:
     frame = kv_frame_fuzzer._with_prefix(json.dumps(body).encode())
     try:

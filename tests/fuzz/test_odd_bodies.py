@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import httpx
-import pytest
 from local_stack import LocalStack
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
@@ -136,24 +135,18 @@ def odd_bodies() -> Iterator[Odd]:
         yield Odd(path, b" " * (10 << 20) + whole)
 
 
-@pytest.fixture(scope="module")
-def stack() -> Iterator[LocalStack]:
-    with LocalStack() as running:
-        yield running
-
-
 def test_odd_bodies_are_refused_by_name_and_cost_no_block(stack: LocalStack) -> None:
     bodies = list(odd_bodies())
     assert len(bodies) >= 500
     wrong: list[str] = []
-    with httpx.Client(base_url=stack.url, timeout=30) as client:
+    with httpx.Client(base_url=stack.url, timeout=120) as client:
         for odd in bodies:
             response = client.post(odd.path, content=odd.content, headers=odd.headers)
             error = response.json().get("error", {}) if 400 <= response.status_code < 500 else {}
             if set(error) != {"message", "type", "param", "code"} or (odd.param is not None and error["param"] != odd.param):
                 wrong.append(f"{odd.path} {odd.content[:150]!r} {odd.headers}: {response.status_code} {response.text[:200]}")
     assert wrong == []
-    assert not any(stack.num_used_blocks().values())
+    assert not any(statistics.num_blocks_used for statistics in stack.statistics().values())
     assert stack.complete("1, 2, 3, 4, 5,", 6)["choices"][0]["text"] == " 6, 7,"
     stack.wait_until_idle()
 
@@ -175,11 +168,11 @@ def test_requests_that_are_cut_off_or_not_http_leave_nothing(stack: LocalStack) 
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
     ]
     for sent in cut_off + not_http:
-        with socket.create_connection(("127.0.0.1", stack.port), timeout=10) as connection:
+        with socket.create_connection(("127.0.0.1", stack.port), timeout=60) as connection:
             connection.sendall(sent)
             if sent in not_http:
                 answer = connection.recv(65536)
                 assert answer.startswith(b"HTTP/1.1 400"), (sent, answer)
                 assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == 400
-    assert not any(stack.num_used_blocks().values())
+    stack.wait_until(lambda: not any(statistics.num_blocks_used for statistics in stack.statistics().values()))
     assert stack.complete("1, 2, 3, 4, 5,", 6)["choices"][0]["text"] == " 6, 7,"

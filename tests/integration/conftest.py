@@ -9,8 +9,7 @@ from local_stack import LocalStack
 
 
 @pytest.fixture(scope="session")
-def stack() -> Iterator[LocalStack]:
-    """One prefill and one decode worker with the invariants checked after every step, which with the default pool of 2900 blocks
-    would take longer than the steps."""
-    with LocalStack(debug="true", num_blocks=640) as running:
+def tight() -> Iterator[LocalStack]:
+    """Chunks of 128 tokens, and pools so small that requests wait, are preempted and evict each other's cache."""
+    with LocalStack(debug="true", max_num_batched_tokens=128, prefill_num_blocks=60, decode_num_blocks=40, kv_peer_timeout_s=10) as running:
         yield running

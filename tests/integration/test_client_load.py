@@ -24,13 +24,16 @@ class _Server:
     def __init__(self) -> None:
         self.status, self.body, self.lines = 200, _answer(RIGHT.text), _stream(" 3", ",")
         self.is_silent = False
+        self.num_silent = 0
+        """Requests that it has and does not answer."""
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 if outer.is_silent:
-                    threading.Event().wait(3)
+                    outer.num_silent += 1
+                    outer.is_over.wait(60)
                     return
                 content = "\n\n".join(outer.lines).encode() if request.get("stream") and outer.status == 200 else outer.body.encode()
                 self.send_response(outer.status)
@@ -43,6 +46,7 @@ class _Server:
 
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.http.daemon_threads = True
+        self.is_over = threading.Event()
         self.url = f"http://127.0.0.1:{self.http.server_port}"
         threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
 
@@ -62,6 +66,7 @@ _ERROR = "data: " + json.dumps({"error": {"message": "the worker is gone"}})
 def server() -> Iterator[_Server]:
     running = _Server()
     yield running
+    running.is_over.set()
     running.http.shutdown()
     running.http.server_close()
 
@@ -127,7 +132,9 @@ def test_client_that_hangs_up_is_no_violation(server):
         load = ClientLoad(server.url, 0, 2)
         load._answers = [RIGHT]
         running = asyncio.create_task(load.run())
-        await asyncio.sleep(0.2)
+        async with asyncio.timeout(30):
+            while server.num_silent < 2:
+                await asyncio.sleep(0.01)
         assert load.hang_up() and load.hang_up() and not load.hang_up()
         load.stop()
         await running

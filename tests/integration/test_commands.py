@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from local_stack import ROOT, LocalStack, free_port
+from local_stack import ROOT, LocalStack
 from tokenizers import Tokenizer
 
 from kernels import build
 from kernels.cpu_attention import library
 from services.local.doctor import run_checks
+from services.local.ports import free_port
 from shared.model_files.hf_tokenizer import tokenizer_from_hf
 from shared.model_files.model_source import resolve_model
 
@@ -24,13 +25,13 @@ from shared.model_files.model_source import resolve_model
 def pagewire(*arguments: str) -> subprocess.CompletedProcess[str]:
     environ = {key: value for key, value in os.environ.items() if not key.startswith(("PAGEWIRE_", "REDIS_"))}
     command = [sys.executable, "-m", "services.cli", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=240, check=False)
 
 
 def test_what_each_worker_computes_on_is_said(stack: LocalStack) -> None:
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     assert stack.devices["prefill-0"] == device
-    with urllib.request.urlopen(stack.url + "/ready", timeout=10) as response:
+    with urllib.request.urlopen(stack.url + "/ready", timeout=60) as response:
         workers = json.load(response)["workers"]
     assert {worker["worker_id"]: (worker["device"], worker["num_blocks"]) for worker in workers} == {
         name: (device, 640) for name, device in stack.devices.items()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,14 +9,7 @@ import pytest
 from local_stack import CNT, LocalStack, ids
 from plain_run import assert_equals_plain_run
 
-NUM_DECODE_BLOCKS = 34
 SCORED = {"logprobs": 2, "return_tokens_as_token_ids": True}
-
-
-@pytest.fixture(scope="module")
-def small() -> Iterator[LocalStack]:
-    with LocalStack(num_blocks=200, decode_num_blocks=NUM_DECODE_BLOCKS, debug="true") as stack:
-        yield stack
 
 
 def at_once(stack: LocalStack, prompts: list[list[int]], max_tokens: int, **options: Any) -> list[dict[str, Any]]:
@@ -26,37 +17,34 @@ def at_once(stack: LocalStack, prompts: list[list[int]], max_tokens: int, **opti
         return list(clients.map(lambda prompt: stack.complete(prompt, max_tokens, **SCORED, **options)["choices"][0], prompts))
 
 
-def test_case_14_blocks_that_a_waiting_request_holds_are_not_evicted(small: LocalStack) -> None:
+def test_case_14_blocks_that_a_waiting_request_holds_are_not_evicted(tight: LocalStack) -> None:
     """Every request finds part of its prefix on decode and waits for the rest, while the others need the room."""
     prefix = ids(160, first=9000)
-    small.complete([*prefix, *ids(8)], 2)
+    tight.complete([*prefix, *ids(8)], 2)
     prompts = [[*prefix, 9001 + number, *ids(60 + number)] for number in range(2)]
     fillers = [ids(200 + number, first=9100 + number) for number in range(3)]
-    for choice in at_once(small, [fillers[0], prompts[0], fillers[1], prompts[1], fillers[2]], 2):
+    for choice in at_once(tight, [fillers[0], prompts[0], fillers[1], prompts[1], fillers[2]], 2):
         assert_equals_plain_run(choice)
-    small.wait_until_idle()
+    tight.wait_until_idle()
 
 
-def test_case_15_requests_of_one_prefix_share_what_is_on_the_way_where_room_is_short(small: LocalStack) -> None:
+def test_case_15_requests_of_one_prefix_share_what_is_on_the_way_where_room_is_short(tight: LocalStack) -> None:
     """In bytes: test_kv_bytes."""
     prefix = ids(240, first=9200)
-    for choice in at_once(small, [[*prefix, 9201 + number, *ids(10)] for number in range(3)], 2):
+    for choice in at_once(tight, [[*prefix, 9201 + number, *ids(10)] for number in range(3)], 2):
         assert_equals_plain_run(choice)
-    small.wait_until_idle()
+    tight.wait_until_idle()
 
 
 @pytest.mark.long
-def test_case_20_a_preempted_request_never_asks_for_its_kv_again(small: LocalStack) -> None:
-    preempted, expected = (
-        small.metric("pagewire:preemptions_total", "decode-0"),
-        small.metric("pagewire:transfers_expected_total", "decode-0"),
-    )
+def test_case_20_a_preempted_request_never_asks_for_its_kv_again(tight: LocalStack) -> None:
+    before = tight.statistics("decode-0")["decode-0"].counters
     with ThreadPoolExecutor(4) as clients:
         # Salted: equal sequences would share their blocks.
-        answers = list(clients.map(lambda number: small.tokens(CNT, 150, ignore_eos=True, cache_salt=f"{number}"), range(4)))
+        answers = list(clients.map(lambda number: tight.tokens(CNT, 150, ignore_eos=True, cache_salt=f"{number}"), range(4)))
     assert answers == answers[:1] * 4
     assert answers[0][:6] == [216, 38, 28, 216, 39, 28]
-    time.sleep(0.3)  # statistics travel with the lease
-    assert small.metric("pagewire:preemptions_total", "decode-0") > preempted, "the pool was large enough for all"
-    assert small.metric("pagewire:transfers_expected_total", "decode-0") - expected <= 4, "one transfer a request at most"
-    small.wait_until_idle()
+    after = tight.statistics("decode-0")["decode-0"].counters
+    assert after["preemptions"] > before["preemptions"], "the pool was large enough for all"
+    assert after["transfers_expected"] - before["transfers_expected"] <= 4, "one transfer a request at most"
+    tight.wait_until_idle()

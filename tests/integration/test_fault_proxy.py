@@ -10,14 +10,10 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
+from services.chaos import fault_proxy
 from services.chaos.fault_proxy import Fault, FaultProxy
 from services.chaos.zmtp_stream import ZmtpStream, encode_message
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+from services.local.ports import free_port
 
 
 class _EchoServer(threading.Thread):
@@ -45,10 +41,10 @@ class _EchoServer(threading.Thread):
 @pytest.fixture
 def echo() -> Iterator[tuple[FaultProxy, socket.socket]]:
     server = _EchoServer()
-    proxy = FaultProxy([(_free_port(), server.port)])
+    proxy = FaultProxy([(free_port(), server.port)])
     proxy.start()
-    client = socket.create_connection(("127.0.0.1", proxy.links[0].port), 5)
-    client.settimeout(5)
+    client = socket.create_connection(("127.0.0.1", proxy.links[0].port), 30)
+    client.settimeout(30)
     yield proxy, client
     client.close()
     proxy.close()
@@ -74,12 +70,12 @@ def test_delay_and_rate_take_time_and_lose_nothing(echo):
     link = proxy.links[0]
     link.back.delay_s = 0.2
     start = time.monotonic()
-    assert _exchange(client, b"x") == b"x" and 0.2 <= time.monotonic() - start < 1.0
+    assert _exchange(client, b"x") == b"x" and 0.2 <= time.monotonic() - start < 10
     link.reset()
     link.forward.bytes_per_s = 100_000
     start = time.monotonic()
     assert _exchange(client, bytes(50_000)) == bytes(50_000)
-    assert 0.45 <= time.monotonic() - start < 1.5
+    assert 0.45 <= time.monotonic() - start < 10
 
 
 def test_frozen_link_is_silent_and_goes_on_where_it_was(echo):
@@ -91,7 +87,7 @@ def test_frozen_link_is_silent_and_goes_on_where_it_was(echo):
     with pytest.raises(TimeoutError):
         client.recv(1)
     proxy.links[0].reset()
-    client.settimeout(5)
+    client.settimeout(30)
     assert client.recv(1) == b"b"
 
 
@@ -105,8 +101,8 @@ def test_cut_ends_connections_and_lets_new_ones_in(echo, is_abrupt):
             client.recv(1)
     else:
         assert client.recv(1) == b""
-    with socket.create_connection(("127.0.0.1", proxy.links[0].port), 5) as again:
-        again.settimeout(5)
+    with socket.create_connection(("127.0.0.1", proxy.links[0].port), 30) as again:
+        again.settimeout(30)
         assert _exchange(again, b"c") == b"c"
 
 
@@ -118,15 +114,20 @@ def test_flipped_and_dropped_bytes_befall_one_piece_each(echo):
     assert _exchange(client, bytes(100)) == bytes(100)
     strike = proxy.links[0].back.strike(Fault.DROP_BYTE)
     client.sendall(b"abcdef")
-    time.sleep(0.3)
-    assert len(client.recv(100)) == 5 and strike.is_struck
+    answer = b""
+    while len(answer) < 5:
+        answer += client.recv(100)
+    assert len(answer) == 5 and strike.is_struck
+    client.settimeout(0.2)
+    with pytest.raises(TimeoutError):
+        client.recv(1)
 
 
 def test_nobody_behind_the_proxy_is_a_refused_connection():
-    proxy = FaultProxy([(_free_port(), _free_port())])
+    proxy = FaultProxy([(free_port(), free_port())])
     proxy.start()
-    with socket.create_connection(("127.0.0.1", proxy.links[0].port), 5) as client, pytest.raises(ConnectionResetError):
-        client.settimeout(5)
+    with socket.create_connection(("127.0.0.1", proxy.links[0].port), 30) as client, pytest.raises(ConnectionResetError):
+        client.settimeout(30)
         client.recv(1)
     proxy.close()
 
@@ -144,9 +145,9 @@ class _Lane:
                 sock.setsockopt(zmq.CURVE_SECRETKEY, own[1])
             self.pull.setsockopt(zmq.CURVE_SERVER, 1)
             self.push.setsockopt(zmq.CURVE_SERVERKEY, public)
-        self.pull.setsockopt(zmq.RCVTIMEO, 600)
+        self.pull.setsockopt(zmq.RCVTIMEO, 30_000)
         port = self.pull.bind_to_random_port("tcp://127.0.0.1")
-        self.proxy = FaultProxy([(_free_port(), port)])
+        self.proxy = FaultProxy([(free_port(), port)])
         self.proxy.start()
         self.push.connect(f"tcp://127.0.0.1:{self.proxy.links[0].port}")
         self.flow = self.proxy.links[0].forward
@@ -154,16 +155,14 @@ class _Lane:
     def send(self, number: int) -> None:
         self.push.send_multipart([bytes([number]), bytes([number]) * 100_000])
 
-    def received(self) -> list[int]:
-        """The numbers of the messages that came, whole, until none has for a while."""
+    def received(self, num_messages: int) -> list[int]:
+        """The numbers of so many messages, which are whole, and of what comes within a moment after them."""
         numbers = []
-        while True:
-            try:
-                head, body = self.pull.recv_multipart()
-            except zmq.Again:
-                return numbers
+        while len(numbers) < num_messages or self.pull.poll(200):
+            head, body = self.pull.recv_multipart()
             assert len(body) == 100_000
             numbers.append(head[0])
+        return numbers
 
     def __enter__(self) -> "_Lane":
         return self
@@ -185,13 +184,14 @@ class _Lane:
         (Fault.LATE, [0, 2, 3, 1]),
     ],
 )
-def test_whole_messages_of_a_lane_are_dropped_doubled_overtaken_and_late(fault, expected):
+def test_whole_messages_of_a_lane_are_dropped_doubled_overtaken_and_late(fault, expected, monkeypatch):
+    monkeypatch.setattr(fault_proxy, "_OVERTAKE_WAIT_S", 30)
     with _Lane() as lane:
         if fault is not None:
-            lane.flow.strike(fault, 0.2, is_meant=lambda frames: frames[0] == b"\x01")
+            lane.flow.strike(fault, 1.0, is_meant=lambda frames: frames[0] == b"\x01")
         for number in range(4):
             lane.send(number)
-        assert lane.received() == expected
+        assert lane.received(len(expected)) == expected
         assert lane.flow.num_messages == 4 and lane.flow.struck.total() == (fault is not None)
 
 
@@ -199,7 +199,7 @@ def test_message_that_nothing_overtakes_arrives_all_the_same():
     with _Lane() as lane:
         lane.flow.strike(Fault.REORDER)
         lane.send(7)
-        assert lane.received() == [7]
+        assert lane.received(1) == [7]
 
 
 def test_flipped_message_differs_in_one_bit_and_the_lane_goes_on():
@@ -209,7 +209,7 @@ def test_flipped_message_differs_in_one_bit_and_the_lane_goes_on():
         head, body = lane.pull.recv_multipart()
         assert sum(byte.bit_count() for byte in head + body) == 1
         lane.send(1)
-        assert lane.received() == [1]
+        assert lane.received(1) == [1]
 
 
 def test_encrypted_lane_passes_and_its_messages_are_beyond_reach():
@@ -217,7 +217,7 @@ def test_encrypted_lane_passes_and_its_messages_are_beyond_reach():
         strike = lane.flow.strike(Fault.DROP)
         for number in range(3):
             lane.send(number)
-        assert lane.received() == [0, 1, 2]
+        assert lane.received(3) == [0, 1, 2]
         assert not strike.is_struck and lane.flow.num_messages == 0
 
 

@@ -169,9 +169,9 @@ def test_a_prefix_is_pulled_from_ranks(workers: Workers, degree: int) -> None:
     prompt = new_prompt()
     expected = answer(holder, next(_names), prompt)
     hashes = tuple(block_hash.hex() for block_hash in _hashes(holder, prompt))
-    pull = PrefixPull(transfer_id=new_transfer_id(), num_blocks=NUM_CACHED, timeout_s=10.0)
+    pull = PrefixPull(transfer_id=new_transfer_id(), num_blocks=NUM_CACHED, timeout_s=60.0)
     holder.worker.prefixes.send(
-        SendPrefix(transfer_id=pull.transfer_id, block_hashes=hashes[:NUM_CACHED], peer=peer_of(puller), deadline_s=10.0)
+        SendPrefix(transfer_id=pull.transfer_id, block_hashes=hashes[:NUM_CACHED], peer=peer_of(puller), deadline_s=60.0)
     )
     name = next(_names)
     puller.submit(name, prompt, prefix_pull=pull, max_tokens=12, ignore_eos=True, temperature=0.0)

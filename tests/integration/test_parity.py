@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,19 +10,11 @@ import pytest
 from local_stack import CNT, LocalStack, ids
 from plain_run import assert_equals_plain_run
 
-CHUNK = 128
 LENGTHS = [
     *(1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 14, 15, 16, 17, 18, 20, 23, 25, 29, 31, 32, 33, 34, 36, 40, 44, 47, 48, 49),
     *(50, 55, 60, 63, 64, 65, 70, 75, 79, 80, 81, 90, 95, 96, 97, 100, 111, 112, 113, 126, 127, 128, 129, 144, 160, 200),
     *(10, 12, 19, 255, 256, 257, 500, 3000),
 ]
-
-
-@pytest.fixture(scope="module")
-def tight() -> Iterator[LocalStack]:
-    """Chunks of 128 tokens, and pools so small that requests wait, are preempted and evict each other's cache."""
-    with LocalStack(debug="true", max_num_batched_tokens=CHUNK, prefill_num_blocks=60, decode_num_blocks=40) as running:
-        yield running
 
 
 def prompt(num_tokens: int, seed: int) -> list[int]:
@@ -81,14 +72,14 @@ def test_answers_after_eviction_equal_the_plain_run(tight: LocalStack) -> None:
 
 
 def test_preempted_requests_equal_the_plain_run_and_count_as_asked(tight: LocalStack) -> None:
-    before = tight.metric("pagewire:preemptions_total", "decode-0")
+    before = tight.counter("decode-0", "preemptions")
     with ThreadPoolExecutor(12) as pool:
         results = list(pool.map(lambda i: choice(tight, prompt(60 + i, seed=5000 + i), 40), range(12)))
     for result in results:
         assert result["finish_reason"] == "length"
         assert_equals_plain_run(result)
     tight.wait_until_idle()
-    assert tight.metric("pagewire:preemptions_total", "decode-0") > before, "the pool was not small enough to show anything"
+    assert tight.counter("decode-0", "preemptions") > before, "the pool was not small enough to show anything"
 
 
 def test_a_seeded_request_does_not_depend_on_company_or_streaming(stack: LocalStack) -> None:

@@ -9,12 +9,13 @@ import contextlib
 import itertools
 import os
 import signal
-import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from local_stack import LocalStack, ids
+from local_stack import CNT, LocalStack, ids
+from lost_time import LostTime
 from plain_run import LOGPROB_TOLERANCE, assert_equals_plain_run
 from worker_driver import Answer, WorkerDriver
 
@@ -34,16 +35,18 @@ _plain: dict[tuple[int, ...], dict[str, Any]] = {}
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[LocalStack]:
-    with LocalStack("--prefill", "2", "--decode", "2", num_blocks=300, debug="true") as stack:
+    """Prefill is so slow that a prompt has a middle on any machine. No peer is taken for dead while a test keeps it silent."""
+    settings = {"num_blocks": 300, "prefill_max_num_batched_tokens": 32, "prefill_num_threads": 1, "kv_peer_timeout_s": 30}
+    with LocalStack("--prefill", "2", "--decode", "2", debug="true", **settings) as stack:
         yield stack
 
 
 @pytest.fixture
 def stack(running: LocalStack) -> Iterator[LocalStack]:
     """Every worker is there, and after the test has given everything back."""
-    running.wait_until(lambda: all(running.metric("pagewire:kv_blocks_total", worker) for worker in WORKERS), 60)
+    running.wait_until(lambda: all(running.metric("pagewire:kv_blocks_total", worker) for worker in WORKERS), 180)
     yield running
-    running.wait_until_idle(10)
+    running.wait_until_idle()
 
 
 class Case:
@@ -61,7 +64,7 @@ class Case:
     def run(self, prompt: list[int], prefill: str | None, decode: str, pull: PrefixPull | None = None) -> Answer:
         return self.driver.finish(self.start(prompt, prefill, decode, pull))
 
-    def ask(self, holder: str, puller: str, prompt: list[int] = PROMPT, timeout_s: float = 5.0) -> PrefixPull:
+    def ask(self, holder: str, puller: str, prompt: list[int] = PROMPT, timeout_s: float = 30.0) -> PrefixPull:
         return self.driver.ask_for_prefix(holder, puller, prompt, NUM_PREFIX_BLOCKS, timeout_s, self._salt)
 
 
@@ -94,9 +97,10 @@ class Pulls:
 
     NAMES = ("kv_prefix_pulls", "kv_prefix_pulled_blocks", "kv_prefix_pull_failures")
 
-    def __init__(self, case: Case, worker: str) -> None:
+    def __init__(self, stack: LocalStack, case: Case, worker: str) -> None:
         self._driver, self._worker = case.driver, worker
-        self._before = [case.driver.counter(worker, name) for name in self.NAMES]
+        counters = stack.statistics(worker)[worker].counters
+        self._before = [counters[name] for name in self.NAMES]
 
     def assert_were(self, num_pulls: int, num_blocks: int, num_failures: int) -> None:
         for name, before, change in zip(self.NAMES, self._before, (num_pulls, num_blocks, num_failures), strict=True):
@@ -112,10 +116,10 @@ class Pulls:
         ("decode-0", "decode-1"),
     ],
 )
-def test_prefix_that_another_worker_has_is_taken_from_there(case: Case, holder: str, puller: str) -> None:
+def test_prefix_that_another_worker_has_is_taken_from_there(stack: LocalStack, case: Case, holder: str, puller: str) -> None:
     case.run([*PREFIX, 7], prefill_of(holder), "decode-0")  # what decode computes itself no prefill worker has
-    num_offered = case.driver.counter(holder, "kv_prefix_offered_blocks")
-    pulls = Pulls(case, puller)
+    num_offered = stack.counter(holder, "kv_prefix_offered_blocks")
+    pulls = Pulls(stack, case, puller)
     answer = case.run(PROMPT, prefill_of(puller), "decode-1", case.ask(holder, puller))
     assert_right(answer, NUM_PREFIX_TOKENS)
     pulls.assert_were(1, NUM_PREFIX_BLOCKS, 0)
@@ -124,20 +128,20 @@ def test_prefix_that_another_worker_has_is_taken_from_there(case: Case, holder: 
     assert_right(case.run(OTHER_PROMPT, prefill_of(puller), "decode-1"), NUM_PREFIX_TOKENS)
 
 
-def test_only_what_is_missing_is_sent(case: Case) -> None:
+def test_only_what_is_missing_is_sent(stack: LocalStack, case: Case) -> None:
     case.run([*PREFIX, 7], "prefill-0", "decode-0")
     case.run(PREFIX[:90], "prefill-1", "decode-0")
-    pulls = Pulls(case, "prefill-1")
+    pulls = Pulls(stack, case, "prefill-1")
     assert_right(case.run(PROMPT, "prefill-1", "decode-1", case.ask("prefill-0", "prefill-1")), NUM_PREFIX_TOKENS)
     pulls.assert_were(1, NUM_PREFIX_BLOCKS - 5, 0)
 
 
 @pytest.mark.parametrize("num_left", [0, 7])
-def test_holder_that_has_evicted_the_blocks_gives_what_it_has_left(case: Case, num_left: int) -> None:
+def test_holder_that_has_evicted_the_blocks_gives_what_it_has_left(stack: LocalStack, case: Case, num_left: int) -> None:
     """As when Redis still names it (failure case 24)."""
     if num_left:
         case.run(PREFIX[: num_left * BLOCK_SIZE + 1], "prefill-0", "decode-0")
-    pulls = Pulls(case, "prefill-1")
+    pulls = Pulls(stack, case, "prefill-1")
     assert_right(case.run(PROMPT, "prefill-1", "decode-1", case.ask("prefill-0", "prefill-1")), num_left * BLOCK_SIZE)
     pulls.assert_were(1, num_left, 0)
 
@@ -148,27 +152,28 @@ def test_holder_that_has_evicted_the_blocks_gives_what_it_has_left(case: Case, n
 )
 def test_holder_lost_during_the_pull_costs_time_only(stack: LocalStack, case: Case, number: signal.Signals, puller: str) -> None:
     prefix_s = case.run([*PREFIX, 7], "prefill-0", "decode-0").first_token_s
-    pulls = Pulls(case, puller)
+    pulls = Pulls(stack, case, puller)
     victim = stack.pid("prefill-0")
     pull = case.ask("prefill-0", puller, timeout_s=1.5)
-    stack.wait_until(lambda: stack.metric("pagewire:kv_blocks_used", "prefill-0") == NUM_PREFIX_BLOCKS, 5)  # pinned and offered
+    stack.wait_until(lambda: stack.metric("pagewire:kv_blocks_used", "prefill-0") == NUM_PREFIX_BLOCKS)  # pinned and offered
     os.kill(victim, number)
     try:
-        answer = case.run(PROMPT, prefill_of(puller), "decode-1", pull)
+        with LostTime() as lost:
+            answer = case.run(PROMPT, prefill_of(puller), "decode-1", pull)
         assert_right(answer, 0)
         assert answer.first_token_s is not None and prefix_s is not None
-        assert answer.first_token_s < 2 + 3 * prefix_s, "more than the wait and the computing"
+        assert answer.first_token_s < 2 + 4 * prefix_s + lost.so_far_s, "more than the wait and the computing"
         pulls.assert_were(1, 0, 1)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(victim, signal.SIGCONT)
 
 
-def test_requests_that_want_the_same_prefix_share_one_pull(case: Case) -> None:
+def test_requests_that_want_the_same_prefix_share_one_pull(stack: LocalStack, case: Case) -> None:
     for puller in ("prefill-1", "decode-1"):
         case = Case(case.driver)
         case.run([*PREFIX, 7], "prefill-0", "decode-0")
-        pulls = Pulls(case, puller)
+        pulls = Pulls(stack, case, puller)
         prompts = (PROMPT, OTHER_PROMPT)
         wanted = [case.ask("prefill-0", puller, prompt) for prompt in prompts]
         answers = [case.start(prompt, prefill_of(puller), "decode-1", pull) for prompt, pull in zip(prompts, wanted, strict=True)]
@@ -182,21 +187,20 @@ def test_abort_and_deadline_during_a_pull_give_the_blocks_back(stack: LocalStack
     case.run([*PREFIX, 7], "prefill-0", "decode-0")
     workers = {puller, "decode-1"}
     victim = stack.pid("prefill-0")
-    for deadline_s in (60.0, 1.0):
+    for deadline_s in (60.0, 3.0):
         pull = case.ask("prefill-0", puller, timeout_s=30)
-        stack.wait_until(lambda: stack.metric("pagewire:kv_blocks_used", "prefill-0") == NUM_PREFIX_BLOCKS, 5)
+        stack.wait_until(lambda: stack.metric("pagewire:kv_blocks_used", "prefill-0") == NUM_PREFIX_BLOCKS)
         os.kill(victim, signal.SIGSTOP)
         try:
             answer = case.start(PROMPT, prefill_of(puller), "decode-1", pull, deadline_s)
-            stack.wait_until(lambda: stack.metric("pagewire:kv_blocks_used", puller) > 0, 1)
-            if deadline_s > 1:
+            stack.wait_until(lambda: stack.metric("pagewire:kv_blocks_used", puller) > 0)
+            if deadline_s == 60:
                 case.driver.abort(answer, *workers)
-            started_s = time.monotonic()
-            stack.wait_until(lambda: all(stack.metric("pagewire:kv_blocks_used", worker) == 0 for worker in workers), 3)
-            assert time.monotonic() - started_s < (2.0 if deadline_s == 1 else 1.0)
+            # Well before the pull's own time is up, in which the holder stays silent.
+            stack.wait_until(lambda: all(stack.metric("pagewire:kv_blocks_used", worker) == 0 for worker in workers), 20)
         finally:
             os.kill(victim, signal.SIGCONT)
-        stack.wait_until_idle(10)
+        stack.wait_until_idle()
         assert not answer.outputs
 
 
@@ -204,13 +208,26 @@ def test_next_turn_of_a_conversation_is_pulled_from_the_decode_worker_that_wrote
     """Through the router, which finds it cheaper."""
     prompt = ids(60, first=20_001)
     answer = stack.tokens(prompt, 71, ignore_eos=True)
-    time.sleep(0.5)  # statistics and hashes travel to Redis
-    names = [f"pagewire:{name}_total" for name in Pulls.NAMES]
-    before = [stack.metric(name) for name in names]
+    before = stack.statistics()  # the hashes of the blocks travel to Redis with them
     turn = [*prompt, *answer, *ids(20, first=20_002)]
     result = stack.complete(turn, 4, ignore_eos=True, logprobs=2, return_tokens_as_token_ids=True)
     assert_equals_plain_run(result["choices"][0])
     assert result["usage"]["prompt_tokens_details"]["cached_tokens"] == 8 * BLOCK_SIZE
-    time.sleep(0.5)
-    after = [stack.metric(name) for name in names]
-    assert [new - old for new, old in zip(after, before, strict=True)] == [1, 8 - 3, 0]
+    after = stack.statistics()
+    num_pulls, num_blocks, num_failures = (
+        sum(after[worker].counters[name] - before[worker].counters[name] for worker in WORKERS) for name in Pulls.NAMES
+    )
+    assert (num_pulls, num_failures) == (1, 0)
+    assert num_blocks in (8 - 3, 8)  # the other prefill worker, where that one was measured to be faster, has none of them
+
+
+def test_two_of_each_serve_and_decode_killed_before_the_first_token_is_replaced(stack: LocalStack) -> None:
+    assert set(stack.pids) == {"redis", "router", *WORKERS}
+    assert [stack.tokens(CNT, 3) for _ in range(4)] == [[216, 38, 28]] * 4
+    with ThreadPoolExecutor(1) as client:
+        request = client.submit(stack.complete, ids(600, first=20_003), 3, logprobs=2, return_tokens_as_token_ids=True)
+        decode = ("decode-0", "decode-1")
+        stack.wait_until(lambda: any(stack.metric("pagewire:kv_blocks_used", name) for name in decode))
+        assert not request.done(), "the machine is too fast for this test"
+        os.kill(stack.pid(max(decode, key=lambda name: stack.metric("pagewire:kv_blocks_used", name))), signal.SIGKILL)
+        assert_equals_plain_run(request.result()["choices"][0])

@@ -66,7 +66,7 @@ def test_values_computed_in_chunks_beside_others_are_those_of_a_plain_pass(tight
         answers = list(pool.map(lambda token_ids: prompt_logprobs(tight, token_ids, 2, 40, ignore_eos=True), prompts))
     for token_ids, entries in zip(prompts, answers, strict=True):
         assert_equals_plain_pass(entries, token_ids, 2)
-    assert tight.metric("pagewire:preemptions_total", "decode-0") > 0, "the pool was not small enough to show anything"
+    assert tight.counter("decode-0", "preemptions") > 0, "the pool was not small enough to show anything"
     tight.wait_until_idle()
 
 

@@ -103,10 +103,10 @@ def test_thousands_of_requests_leave_answers_blocks_and_memory_as_they_were(tmp_
         num_settled = int(SETTLED * NUM_REQUESTS)
         with ThreadPoolExecutor(NUM_CLIENTS) as pool:
             list(pool.map(clients.request, range(num_settled)))
-            stack.wait_until_idle(10)
+            stack.wait_until_idle()
             before = memory_of(stack)
             list(pool.map(clients.request, range(num_settled, NUM_REQUESTS)))
-        stack.wait_until_idle(10)
+        stack.wait_until_idle()
         growth = {name: size - before[name] for name, size in memory_of(stack).items()}
         print(f"{clients.num_compared} answers compared, {clients.num_left} clients left early, growth in bytes:", growth)
         assert clients.num_compared > NUM_REQUESTS // 10

@@ -174,5 +174,5 @@ def test_state_survives_preemption() -> None:
             together = list(pool.map(ask, range(4)))
         for text in together:
             jsonschema.validate(json.loads(text), schema)
-        assert stack.metric("pagewire:preemptions_total", "decode-0") > 0, "the pool was not small enough to show anything"
+        assert stack.counter("decode-0", "preemptions") > 0, "the pool was not small enough to show anything"
         assert together[3] == ask(3)

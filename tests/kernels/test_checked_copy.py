@@ -68,5 +68,5 @@ for nbytes in (241, 1024, 1025, 4096, size):
     copies.copy(memoryview(memory)[size - nbytes : size], memoryview(end)[size - nbytes :])
 """
     root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr

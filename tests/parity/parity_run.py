@@ -57,7 +57,7 @@ def answers(stack: LocalStack, step: int) -> dict[Case, Answer]:
 
 
 def num_preemptions(stack: LocalStack) -> float:
-    return stack.metric("pagewire:preemptions_total", "decode-0")
+    return stack.counter("decode-0", "preemptions")
 
 
 def compare(systems: Systems, step: int = 1) -> list[Comparison]:

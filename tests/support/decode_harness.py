@@ -21,6 +21,7 @@ class DecodeHarness:
 
     def __init__(self, source: ModelSource, **settings: Any) -> None:
         defaults = {"num_blocks": 64, "block_size": 4, "max_num_batched_tokens": 64, "debug": True, "num_threads": 1, "max_step_ms": 1e6}
+        defaults["kv_peer_timeout_s"] = 30.0  # no peer is silent but for a machine that is busy
         self.worker = DecodeWorker(source, Settings(**{**defaults, **settings}), NoOpTracer())
         self.sent: list[WorkerMessage] = []
         self.peak_num_used = 0

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
+import redis
+
+from services.local.ports import free_port
+from shared.membership import WorkerStats, parse_record, worker_key
 
 ROOT = Path(__file__).resolve().parents[2]
-READY_TIMEOUT_S = 120.0
+PATIENCE_S = 30.0
+"""For what has to come and makes no claim about when."""
 CNT = [33, 28, 216, 34, 28, 216, 35, 28, 216, 36, 28, 216, 37, 28]
 _CYCLE = [504, 3575, 282, 4649, 314, 7042, 30, 198]
 
@@ -32,20 +37,14 @@ def ids(num_tokens: int, first: int | None = None) -> list[int]:
     return tokens if first is None else [first, *tokens[1:]]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @dataclass
 class Streamed:
     """A streamed completion as its client saw it; times in seconds since it was sent."""
 
-    chunks: list[dict[str, Any]]
-    times_s: list[float]
-    usage: dict[str, Any] | None
-    error: dict[str, Any] | None
+    chunks: list[dict[str, Any]] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
+    usage: dict[str, Any] | None = None
+    error: dict[str, Any] | None = None
 
     @property
     def text(self) -> str:
@@ -106,7 +105,7 @@ class LocalStack:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
         try:
-            self.process.wait(20)
+            self.process.wait(60)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise
@@ -116,7 +115,7 @@ class LocalStack:
         return time.monotonic() - start_s
 
     # ---- requests -----------------------------------------------------------------------------------------------------
-    def post(self, path: str, body: dict[str, Any], headers: dict[str, str] | None = None, timeout_s: float = 120) -> dict[str, Any]:
+    def post(self, path: str, body: dict[str, Any], headers: dict[str, str] | None = None, timeout_s: float = 250) -> dict[str, Any]:
         request = urllib.request.Request(
             self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json", **(headers or {})}
         )
@@ -133,7 +132,10 @@ class LocalStack:
         token_ids: list[int] = self.complete(prompt, max_tokens, **options)["choices"][0]["token_ids"]
         return token_ids
 
-    def stream(self, prompt: object, max_tokens: int = 16, headers: dict[str, str] | None = None, **options: Any) -> Streamed:
+    def stream(
+        self, prompt: object, max_tokens: int = 16, headers: dict[str, str] | None = None, into: Streamed | None = None, **options: Any
+    ) -> Streamed:
+        """`into`: filled while the answer comes, for whom watches it from another thread."""
         body = {
             "prompt": prompt,
             "max_tokens": max_tokens,
@@ -146,9 +148,9 @@ class LocalStack:
         request = urllib.request.Request(
             self.url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json", **(headers or {})}
         )
-        result = Streamed([], [], None, None)
+        result = into if into is not None else Streamed()
         start_s = time.monotonic()
-        with urllib.request.urlopen(request, timeout=120) as response:
+        with urllib.request.urlopen(request, timeout=250) as response:
             for line in response:
                 if not line.startswith(b"data: {"):
                     continue
@@ -168,7 +170,7 @@ class LocalStack:
 
         Nothing waits for the response's head: that comes with the first token.
         """
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=250)
         body = {"prompt": prompt, "max_tokens": max_tokens, "stream": True, **options}
         try:
             connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
@@ -189,7 +191,7 @@ class LocalStack:
     # ---- what the services say ----------------------------------------------------------------------------------------
     def metric(self, name: str, worker: str | None = None) -> float:
         """The sum over all label sets of a metric at the router, or over those of one worker."""
-        with urllib.request.urlopen(self.url + "/metrics", timeout=10) as response:
+        with urllib.request.urlopen(self.url + "/metrics", timeout=60) as response:
             text = response.read().decode()
         total = 0.0
         for line in text.splitlines():
@@ -198,18 +200,47 @@ class LocalStack:
                 total += float(match[3])
         return total
 
+    @functools.cached_property
+    def _redis(self) -> redis.Redis:
+        return redis.Redis.from_url(psutil.Process(self.pid("router")).environ()["REDIS_URL"])
+
+    def statistics(self, *workers: str) -> dict[str, WorkerStats]:
+        """What these workers say of themselves, all unless named, and nothing older than this call.
+
+        It travels with their leases: the first renewal from now on may be of what was written down before.
+        """
+        names = workers or tuple(worker for worker in self.pids if worker.startswith(("prefill", "decode")))
+        keys = [worker_key("pagewire", name) for name in names]
+        left_ms, num_renewals = [self._redis.pttl(key) for key in keys], [0] * len(keys)
+
+        def have_renewed_twice() -> bool:
+            for index, key in enumerate(keys):
+                last_ms, left_ms[index] = left_ms[index], self._redis.pttl(key)
+                num_renewals[index] += left_ms[index] > last_ms
+            return min(num_renewals) >= 2
+
+        self.wait_until(have_renewed_twice, describe=lambda: f"renewals of {names}: {num_renewals}", every_s=0.02)
+        records = [parse_record(self._redis.get(key)) for key in keys]
+        return {name: record.stats for name, record in zip(names, records, strict=True)}
+
+    def counter(self, worker: str, name: str) -> float:
+        """A total since the worker's start, no older than this call."""
+        return self.statistics(worker)[worker].counters[name]
+
     def num_used_blocks(self) -> dict[str, float]:
         return {worker: self.metric("pagewire:kv_blocks_used", worker) for worker in self.pids if worker.startswith(("prefill", "decode"))}
 
-    def wait_until_idle(self, timeout_s: float = 5.0) -> None:
+    def wait_until_idle(self) -> None:
         """Until no worker holds a block for a request."""
-        self.wait_until(lambda: not any(self.num_used_blocks().values()), timeout_s, lambda: f"blocks still used: {self.num_used_blocks()}")
+        self.wait_until(lambda: not any(self.num_used_blocks().values()), describe=lambda: f"blocks still used: {self.num_used_blocks()}")
 
-    def wait_until(self, condition: Any, timeout_s: float, describe: Any = lambda: "it did not come true") -> None:
+    def wait_until(
+        self, condition: Any, timeout_s: float = PATIENCE_S, describe: Any = lambda: "it did not come true", every_s: float = 0.05
+    ) -> None:
         deadline_s = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline_s, describe()
-            time.sleep(0.1)
+            time.sleep(every_s)
 
 
 def is_alive(pid: int) -> bool:

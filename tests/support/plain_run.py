@@ -30,12 +30,13 @@ def plain_logits(token_ids: list[int]) -> torch.Tensor:
 def assert_equals_plain_run(choice: dict[str, Any], tokenizer_top: bool = True) -> None:
     """`choice`: one greedy answer with return_token_ids, logprobs and return_tokens_as_token_ids.
 
-    The plain run reads prompt and answer in one pass: at every position its most likely token must be the answer's, and the
-    log-probabilities of all tokens the answer lists must agree.
+    The plain run reads prompt and answer in one pass: at every position its most likely token must be the answer's (where two all but tie,
+    either of them: another processor forms sums in another order), and the log-probabilities of all tokens the answer lists must agree.
     """
     prompt, answer = choice["prompt_token_ids"], choice["token_ids"]
     logprobs = plain_logits([*prompt, *answer[:-1]])[len(prompt) - 1 :].log_softmax(-1)
-    assert logprobs.argmax(-1).tolist() == answer, f"prompt of {len(prompt)} tokens: another answer"
+    behind = logprobs.amax(-1) - logprobs.gather(-1, torch.tensor(answer)[:, None])[:, 0]
+    assert behind.max() <= LOGPROB_TOLERANCE, f"prompt of {len(prompt)} tokens: {answer}, not {logprobs.argmax(-1).tolist()}"
     for position, top in enumerate(choice["logprobs"]["top_logprobs"]):
         for name, value in top.items():
             expected = float(logprobs[position, int(name.removeprefix("token_id:"))])

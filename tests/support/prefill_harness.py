@@ -16,7 +16,9 @@ from shared.ids import new_transfer_id
 from shared.messages import KVPeer, PrefillRequest, WorkerMessage
 from shared.model_files.model_source import ModelSource
 
-SETTINGS: dict[str, Any] = {"block_size": 4, "num_blocks": 64, "max_num_batched_tokens": 10, "num_threads": 1, "max_step_ms": 1e6}
+SETTINGS: dict[str, Any] = {
+    "block_size": 4, "num_blocks": 64, "max_num_batched_tokens": 10, "num_threads": 1, "max_step_ms": 1e6, "kv_peer_timeout_s": 30.0,
+}  # fmt: skip
 
 
 @contextmanager
@@ -55,7 +57,7 @@ def submit(decode: DecodeHarness, request_id: str, prompt: list[int], prefill: P
 
 def run(decode: DecodeHarness, prefill: PrefillWorker | None) -> None:
     """Until no request is left."""
-    give_up_s = time.monotonic() + 30
+    give_up_s = time.monotonic() + 120
     while decode.worker._jobs or (prefill is not None and prefill._jobs):
         assert time.monotonic() < give_up_s, "the request does not end"
         if prefill is not None:

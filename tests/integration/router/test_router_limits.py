@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 from router_answers import CNT, SERVED, check_error, namespaces
-from router_harness import RedisServer, Stack
+from router_harness import RedisServer, Stack, eventually
 from stub_worker import Script
 
 from services.router.served_model import ServedModel
@@ -33,10 +33,13 @@ def test_context_limit_is_the_smallest_of_all_and_exact(bare: Stack) -> None:
 def test_more_than_the_limit_in_flight_is_429_with_retry_after(redis_server: RedisServer, model: ServedModel) -> None:
     stack = Stack(redis_server.url, model, f"test{next(namespaces)}", max_num_requests=4)
     stack.join("prefill", "p")
-    stack.join("decode", "d", Script(first_delay_s=0.5))
+    decode = stack.join("decode", "d", Script(stop_after=0))
     stack.wait_ready()
     with ThreadPoolExecutor(12) as pool:
-        answers = list(pool.map(lambda _: stack.complete(), range(12)))
+        asked = [pool.submit(stack.complete) for _ in range(12)]
+        eventually(lambda: sum(request.done() for request in asked) == 8)
+        decode.script = Script()
+        answers = [request.result() for request in asked]
     statuses = [answer.status_code for answer in answers]
     assert statuses.count(200) == 4
     assert all(answer.json()["choices"][0]["text"] == CNT for answer in answers if answer.status_code == 200)

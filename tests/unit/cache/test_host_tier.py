@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from host_tier_cache import BLOCK_SIZE, HostTierCache, StepByStepExecutor, content
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -425,7 +425,5 @@ class RandomUse(RuleBasedStateMachine):
         self.cache.check()
 
 
-RandomUse.TestCase.settings = settings(
-    max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
-)
+RandomUse.TestCase.settings = settings(max_examples=120, stateful_step_count=40)
 TestRandomUse = RandomUse.TestCase

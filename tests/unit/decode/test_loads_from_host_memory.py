@@ -42,7 +42,7 @@ class Loads:
         tier._store.load = self._wait_and_load  # type: ignore[method-assign]
 
     def _wait_and_load(self, slots: list[int], block_ids: list[int]) -> None:
-        assert self.go.wait(10)
+        assert self.go.wait(120)
         if self.is_failing:
             raise OSError("the copy failed")
         self._load(slots, block_ids)
@@ -62,7 +62,7 @@ def decode(source: ModelSource) -> Iterator[DecodeHarness]:
 
 
 def wait_until(condition: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + 5
+    deadline_s = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline_s, "it did not come true"
         time.sleep(0.002)

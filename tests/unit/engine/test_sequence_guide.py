@@ -184,7 +184,7 @@ def test_a_late_mask_is_not_waited_for_and_tells_when_it_is_there(tokenizer: Tok
     may_load, is_there = threading.Event(), threading.Event()
 
     def load() -> Tokenizer:
-        may_load.wait(10)
+        may_load.wait(60)
         return tokenizer
 
     grammars = Grammars(load, VOCAB_SIZE, [EOS])
@@ -195,7 +195,7 @@ def test_a_late_mask_is_not_waited_for_and_tells_when_it_is_there(tokenizer: Tok
     guide.when_ready(is_there.set)
     assert not is_there.is_set()
     may_load.set()
-    assert is_there.wait(10)
+    assert is_there.wait(60)
     assert allowed(guide.mask) == set(tokenizer.encode("x"))
     grammars.close()
 

@@ -45,13 +45,19 @@ def test_slots_do_not_overlap_and_stand_where_others_read_them() -> None:
         assert bytes(reader.read(start, 64)) == bytes([number + 1]) * 64
 
 
-def test_whoever_finds_none_waits_for_the_next_and_gives_up_in_the_end() -> None:
+def test_whoever_finds_none_gives_up_in_the_end() -> None:
     ring = StagingRing(1, 64, timeout_s=0.2)
-    held = [ring.take(1)]
+    held = ring.take(1)
     started_s = time.monotonic()
     with pytest.raises(TransferError, match="kv_staging_mib"):
         ring.take(1)
-    assert 0.15 < time.monotonic() - started_s < 2
+    del held
+    assert 0.15 < time.monotonic() - started_s < 10
+
+
+def test_whoever_waits_gets_the_slot_that_is_given_back() -> None:
+    ring = StagingRing(1, 64, timeout_s=60)
+    held = [ring.take(1)]
     threading.Timer(0.05, held.clear).start()
     ring.take(1)
 
@@ -73,7 +79,7 @@ def test_in_debug_mode_what_is_given_back_is_overwritten_at_once() -> None:
 
 
 def test_many_threads_never_share_a_slot() -> None:
-    ring, failures = StagingRing(4, 8, timeout_s=5), []
+    ring, failures = StagingRing(4, 8, timeout_s=60), []
 
     def work(number: int) -> None:
         for _ in range(500):
@@ -88,6 +94,6 @@ def test_many_threads_never_share_a_slot() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
     assert not failures
     assert ring.num_free == 4

@@ -21,6 +21,7 @@ import psutil
 import pytest
 import torch
 from family_models import CASES, make_model, write_model
+from lost_time import LostTime
 from test_engine_core import engine_for, greedy
 from test_model_families import TOLERANCE, difference, prompt_of
 from tiny_models import with_changes, write_tiny_hf
@@ -52,7 +53,9 @@ PROMPTS = [prompt_of(length) for length in (1, 3, 13, 30)]
 
 @contextmanager
 def engine_of(size: int, source: ModelSource, model: Path, **settings: Any) -> Iterator[EngineCore]:
-    engine = engine_for(source, **{"model": str(model), "num_blocks": 200, "num_threads": 1, "tensor_parallel_size": size, **settings})
+    own = {"model": str(model), "num_blocks": 200, "num_threads": 1, "tensor_parallel_size": size}
+    # A busy machine may keep a rank from saying anything for a second or two.
+    engine = engine_for(source, **{**own, "kv_peer_timeout_s": 30.0, **settings})
     try:
         yield engine
     finally:
@@ -173,7 +176,7 @@ def test_a_block_comes_back_from_host_memory_for_every_rank(llama: tuple[ModelSo
     def logits_after(engine: EngineCore, prompt: list[int]) -> torch.Tensor:
         request = Request(next(names), list(prompt), arrival_s=0.0, deadline_at_s=1e9)
         engine.scheduler.add(request)
-        give_up_s = time.monotonic() + 10
+        give_up_s = time.monotonic() + 60
         while request.num_computed_tokens != len(prompt):
             output = engine.schedule()
             if output is not None:
@@ -205,7 +208,7 @@ def test_a_chunk_of_which_no_row_is_wanted_ends_when_all_ranks_have_written_its_
         step.join(0.5)
         assert step.is_alive(), "the step has ended without the other rank"
         os.kill(rank.pid, signal.SIGCONT)
-        step.join(10)
+        step.join(60)
         assert not step.is_alive()
         first, second = engine.cache.tensor[engine.manager.block_ids("1")[0]].unbind(2)
         assert bool(first.any()) and bool(second.any())
@@ -214,16 +217,17 @@ def test_a_chunk_of_which_no_row_is_wanted_ends_when_all_ranks_have_written_its_
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_engine_whose_rank_is_gone_or_frozen_says_so_in_time(llama: tuple[ModelSource, Path], number: signal.Signals) -> None:
     source, path = llama
-    with engine_of(2, source, path) as engine:
+    with engine_of(2, source, path, kv_peer_timeout_s=1.5) as engine:
         [rank] = ranks_of(engine)
         os.kill(rank.pid, number)
         engine.scheduler.add(Request("1", prompt_of(9), arrival_s=0.0, deadline_at_s=1e9))
-        start_s = time.monotonic()
         output = engine.schedule()
         assert isinstance(output, SchedulerOutput)
-        with pytest.raises(RankLostError, match=r"^(a rank|rank 1) of the engine [\w ,-]+$"):  # no word of the library below
-            engine.run(output)
-        assert time.monotonic() - start_s < 2.5
+        with LostTime() as lost:
+            start_s = time.monotonic()
+            with pytest.raises(RankLostError, match=r"^(a rank|rank 1) of the engine [\w ,-]+$"):  # no word of the library below
+                engine.run(output)
+            assert time.monotonic() - start_s < 2.5 + lost.so_far_s
         assert engine.is_broken
     assert not rank.is_running()
 
@@ -249,11 +253,11 @@ from shared.model_files.model_source import resolve_model
 settings = Settings(model={str(path)!r}, num_blocks=20, tensor_parallel_size=2, num_threads=1)
 engine = EngineCore(resolve_model({str(path)!r}), settings, lambda *_: None, lambda *_: None)
 print("ready", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
     process = subprocess.Popen([sys.executable, "-c", script], cwd=root, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    killer = threading.Timer(60, process.kill)
+    killer = threading.Timer(240, process.kill)
     killer.start()
     assert process.stdout.readline() == "ready\n"
     ranks = [child for child in psutil.Process(process.pid).children() if "shared.engine.tensor_parallel.follower" in child.cmdline()]
@@ -261,7 +265,7 @@ time.sleep(60)
     process.kill()
     process.wait()
     killer.cancel()
-    assert psutil.wait_procs(ranks, timeout=5)[1] == []
+    assert psutil.wait_procs(ranks, timeout=30)[1] == []
 
 
 def test_a_rank_that_cannot_start_ends_the_start(llama: tuple[ModelSource, Path]) -> None:

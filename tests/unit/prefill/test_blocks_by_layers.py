@@ -122,7 +122,7 @@ def test_blocks_that_were_handed_over_stay_the_transfers_when_another_request_ha
         worker._sender.send_blocks = lambda _transfer_id, blocks, layers=None: handed.extend(block_id for _, block_id in blocks)  # type: ignore[method-assign]
         for request_id, decode in (("one", first), ("two", second)):
             submit(decode, request_id, PROMPT, worker)
-        give_up_s = time.monotonic() + 10
+        give_up_s = time.monotonic() + 60
         while len(worker.engine.scheduler.waiting) < 2:
             assert time.monotonic() < give_up_s, "not granted"
             worker._drain_inbox()

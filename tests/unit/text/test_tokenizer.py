@@ -8,24 +8,22 @@ from shared.model_files.model_source import resolve_model
 
 def test_others_go_on_while_a_long_text_is_encoded() -> None:
     tokenizer = resolve_model("smollm2").load_tokenizer()
-    gaps: list[float] = []
-    is_done = threading.Event()
+    num_ticks, is_ticking, is_done = 0, threading.Event(), threading.Event()
 
     def tick() -> None:
-        last_s = time.perf_counter()
+        nonlocal num_ticks
         while not is_done.is_set():
             time.sleep(0.002)
-            now_s = time.perf_counter()
-            gaps.append(now_s - last_s)
-            last_s = now_s
+            num_ticks += 1
+            is_ticking.set()
 
     ticker = threading.Thread(target=tick)
     ticker.start()
-    time.sleep(0.05)
-    start_s = time.perf_counter()
+    assert is_ticking.wait(30)
+    before = num_ticks
     num_tokens = len(tokenizer.encode("a" * 1_000_000))
-    took_s = time.perf_counter() - start_s
+    during = num_ticks - before
     is_done.set()
     ticker.join()
     assert num_tokens > 10_000
-    assert max(gaps) < took_s / 3
+    assert during > 10, "hundreds on a machine that does nothing else, one or two if the encoder kept the GIL"

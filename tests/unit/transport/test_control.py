@@ -78,7 +78,7 @@ def test_message_over_the_limit_is_neither_sent_nor_taken():
         control.decode(bytes((1 << 20) + 1))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.binary(max_size=300))
 def test_noise_raises_protocol_error_and_nothing_else(noise):
     for frame in (noise, _framed(noise)):

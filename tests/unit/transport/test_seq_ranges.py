@@ -6,7 +6,7 @@ from shared.errors import ProtocolError
 from shared.transport.protocol.seq_ranges import SeqSet, from_ranges, to_ranges
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.integers(0, 40)))
 def test_ranges_are_the_set_again(values):
     assert from_ranges(to_ranges(values), 41) == sorted(set(values))

@@ -420,7 +420,7 @@ def test_abort_waits_for_the_lane_that_is_writing():
     class SlowMemory(BytesMemory):
         def write(self, regions, data):
             is_writing.set()
-            may_finish.wait(5)
+            may_finish.wait(60)
             return pair.target.write(regions, data)
 
     pair.receiver._memory = SlowMemory(16, LAYOUT)
@@ -428,12 +428,12 @@ def test_abort_waits_for_the_lane_that_is_writing():
     header = replace(sent[0], block_index=1, chunk_seq=5, checksum=checksum(payload)).pack()
     lane = threading.Thread(target=pair.receiver.on_data, args=(0, header, memoryview(payload)))
     lane.start()
-    assert is_writing.wait(5)
+    assert is_writing.wait(30)
     aborter = threading.Thread(target=lambda: (pair.receiver.abort(TRANSFER, "now"), is_aborted.set()))
     aborter.start()
     assert not is_aborted.wait(0.1), "abort must not return while a lane writes"
     may_finish.set()
-    assert is_aborted.wait(5) and grant.num_writing == 0
+    assert is_aborted.wait(30) and grant.num_writing == 0
     lane.join()
     aborter.join()
 

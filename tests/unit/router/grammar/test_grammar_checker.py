@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import subprocess
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -16,15 +15,15 @@ from shared.errors import InvalidRequestError
 
 @pytest.fixture(scope="module")
 def checker() -> Iterator[GrammarChecker]:
-    running = GrammarChecker(1000, timeout_s=0.5)
+    """It waits longer than the router's: on a busy machine whatever is checked in a moment may take half a second."""
+    running = GrammarChecker(1000, timeout_s=30.0)
     yield running
     running.close()
 
 
 @pytest.fixture
-def patient() -> Iterator[GrammarChecker]:
-    """On a busy machine what fails within half a second elsewhere may take longer."""
-    running = GrammarChecker(1000, timeout_s=10.0)
+def hurried() -> Iterator[GrammarChecker]:
+    running = GrammarChecker(1000, timeout_s=0.5)
     yield running
     running.close()
 
@@ -90,18 +89,25 @@ def test_recursion_that_can_end_passes(checker: GrammarChecker) -> None:
     assert check(checker, "json", json.dumps(maybe))
 
 
-def test_one_that_ends_its_process_is_refused_and_the_next_is_checked(patient: GrammarChecker) -> None:
+def test_one_that_ends_its_process_is_refused_and_the_next_is_checked(checker: GrammarChecker) -> None:
     deep = "start: a0\n" + "".join(f"a{rule}: a{rule + 1}\n" for rule in range(7000)) + 'a7000: "x"'
-    assert "nested too deeply" in refusal(patient, "grammar", deep)
-    assert check(patient, "regex", "b")
+    assert "nested too deeply" in refusal(checker, "grammar", deep)
+    assert check(checker, "regex", "b")
 
 
-def test_one_that_takes_too_long_is_refused_and_the_next_is_checked(checker: GrammarChecker) -> None:
-    assert "longer than 0.5 s" in refusal(checker, "regex", "a?" * 50_000)
-    assert check(checker, "regex", "c")
-    start_s = time.monotonic()
-    assert "longer than 0.5 s" in refusal(checker, "regex", "a?" * 50_000)
-    assert time.monotonic() - start_s < 0.1, "what was learnt is remembered"
+def test_one_that_takes_too_long_is_refused_and_remembered(hurried: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "longer than 0.5 s" in refusal(hurried, "regex", "a?" * 50_000)
+    monkeypatch.setattr(grammar_checker, "_exchange", lambda *_: 1 / 0)
+    assert "longer than 0.5 s" in refusal(hurried, "regex", "a?" * 50_000)
+
+
+def test_after_one_that_takes_too_long_the_next_is_checked(hurried: GrammarChecker) -> None:
+    assert "longer than 0.5 s" in refusal(hurried, "regex", "b?" * 50_000)
+    for number in range(20):  # the machine may be busy, and a refusal is remembered
+        with contextlib.suppress(InvalidRequestError):
+            assert check(hurried, "regex", f"c{number}")
+            return
+    raise AssertionError("nothing is checked any more")
 
 
 def test_a_large_one_is_refused_unseen(checker: GrammarChecker) -> None:
