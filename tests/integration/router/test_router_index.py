@@ -43,12 +43,12 @@ def test_prefixes_are_no_longer_pulled_where_pulls_fail(
     prompt = [504 + number for number in range(1000)]
     stack = Stack(redis_server.url, model, f"test{next(namespaces)}", aggregated=True)
     try:
-        holder, idle = stack.join("decode", "busy"), stack.join("decode", "idle", Script(pull_failure=failure))
+        holder, idle = stack.join("decode", "busy", lease_s=LEASE_S), stack.join("decode", "idle", Script(pull_failure=failure))
         holder.stats = WorkerStats(num_running=100)
         holder.index.publish(prompt_hashes(stack, prompt))
         stack.wait_ready()
-        eventually(lambda: len(stack.parts.directory.usable("decode")) == 2)
-        time.sleep(0.5)  # statistics travel with the lease
+        # Statistics travel with the lease.
+        eventually(lambda: sorted(worker.record.stats.num_running for worker in stack.parts.directory.usable("decode")) == [1, 100])
         for _ in range(6):
             assert stack.complete(prompt=prompt).status_code == 200
         assert [message.prefix_pull is not None for message in idle.of_kind(DecodeRequest)].count(True) == num_pulls
