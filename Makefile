@@ -49,7 +49,7 @@ format: $(DEV) ## Let ruff fix and format the code
 	$(BIN)/ruff format .
 
 long-test: $(DEV) ## Run in full what make test tries a part of: the whole parity matrix, all schemas and questions
-	@$(BIN)/python -m pytest -m long $(ARGS)
+	@$(BIN)/python -m pytest -m long --timeout 1800 $(ARGS)
 
 fuzz: $(DEV) ## Make 20,000 requests from the API's own description, valid and not (make test: a few hundred)
 	@PAGEWIRE_FUZZ_EXAMPLES=2000 $(BIN)/python -m pytest --timeout 7200 tests/fuzz/test_api_fuzz.py $(ARGS)

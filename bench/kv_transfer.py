@@ -66,7 +66,7 @@ class Events:
 
     def on_granted(self, transfer_id: str) -> None: ...
 
-    def on_failed(self, transfer_id: str, reason: str) -> None:
+    def on_failed(self, transfer_id: str, reason: str, is_cancelled: bool = False) -> None:
         sys.exit(f"transfer failed: {reason}")
 
 

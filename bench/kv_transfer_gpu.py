@@ -340,7 +340,7 @@ class Ends:
         if transfer_id in self.granted:
             self.granted[transfer_id].set()
 
-    def on_failed(self, transfer_id: str, reason: str) -> None:
+    def on_failed(self, transfer_id: str, reason: str, is_cancelled: bool = False) -> None:
         print(f"transfer {transfer_id} failed: {reason}", file=sys.stderr, flush=True)
         self.ended.put((transfer_id, time.monotonic(), reason))
 

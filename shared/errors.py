@@ -22,6 +22,12 @@ class PagewireError(Exception):
         self.retry_after_s = retry_after_s
 
 
+def reason_of(error: Exception) -> str:
+    """For peers and clients. Of an error that is not ours its kind alone: what it says may be a page, or name files and addresses; it is
+    in the log of whoever caught it."""
+    return error.message if isinstance(error, PagewireError) else type(error).__name__
+
+
 class InvalidRequestError(PagewireError):
     """The client sent something we cannot serve; sending it again unchanged cannot help."""
 

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from shared.errors import ProtocolError
 from shared.sampling_params import BeamSearchParams, SamplingParams
 
-PROTOCOL_VERSION: Final = 3
+PROTOCOL_VERSION: Final = 4
 MAX_BATCH_BYTES: Final = 1 << 20
 """A worker's frame takes no further message when it has this many."""
 FinishReason = Literal["stop", "length"]
@@ -30,11 +30,11 @@ FailureType = Literal["invalid_request", "overloaded", "unavailable", "deadline"
 
 class _FromRouter(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
-    version: Literal[3] = PROTOCOL_VERSION
+    version: Literal[4] = PROTOCOL_VERSION
 
 
 class _FromWorker(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
-    version: Literal[3] = PROTOCOL_VERSION
+    version: Literal[4] = PROTOCOL_VERSION
 
 
 class KVPeer(BaseModel):
@@ -121,7 +121,8 @@ class AbortRequest(_FromRouter):
 
 
 class PrefillLost(_FromRouter):
-    """Router -> decode: the prefill worker of this request is gone. Where its transfer has not ended, it will not come."""
+    """Router -> decode: the prefill worker of this request is gone, or has given its transfer up. Where that has not ended, it will not
+    come."""
 
     kind: Literal["prefill_lost"] = "prefill_lost"
     request_id: str
@@ -167,6 +168,13 @@ class RequestOutput(_FromWorker, kw_only=True, frozen=True, tag="output"):
     num_preemptions: int = 0
 
 
+class PrefixPulled(_FromWorker, kw_only=True, frozen=True, tag="prefix_pulled"):
+    """Either worker -> router: the blocks that this request was to have from another worker are here, or will not come."""
+
+    request_id: str
+    failure: str | None = None
+
+
 class WorkerTiming(_FromWorker, kw_only=True, frozen=True, tag="timing"):
     """Either worker -> router: what one phase of one request took, for /metrics and the waterfall (milliseconds)."""
 
@@ -196,7 +204,7 @@ class Ping(_FromWorker, kw_only=True, frozen=True, tag="ping"):
 
 
 RouterMessage = PrefillRequest | DecodeRequest | SendPrefix | AbortRequest | PrefillLost
-WorkerMessage = RequestOutput | PromptLogprobs | WorkerTiming | RequestFailed | Ping
+WorkerMessage = RequestOutput | PromptLogprobs | PrefixPulled | WorkerTiming | RequestFailed | Ping
 
 _router_messages: TypeAdapter[RouterMessage] = TypeAdapter(Annotated[RouterMessage, Field(discriminator="kind")])
 _worker_messages = msgspec.json.Decoder(list[WorkerMessage])

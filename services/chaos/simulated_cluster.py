@@ -109,7 +109,7 @@ class _ReceiverListener:
     def on_committed(self, transfer_id: str, hidden_state: bytes, info: CommitInfo) -> None:
         self._simulation.on_receiver_end(transfer_id, None, hidden_state)
 
-    def on_failed(self, transfer_id: str, reason: str) -> None:
+    def on_failed(self, transfer_id: str, reason: str, is_cancelled: bool) -> None:
         self._simulation.on_receiver_end(transfer_id, reason, b"")
 
 

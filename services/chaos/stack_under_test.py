@@ -27,7 +27,7 @@ _READY_TIMEOUT_S = 180.0
 _STOP_TIMEOUT_S = 60.0
 _USED = "pagewire:kv_blocks_used"
 _FALLBACKS = "pagewire:kv_recompute_fallbacks_total"
-_KEPT = ("PAGEWIRE_ASYNC_SCHEDULING",)
+_KEPT = ("PAGEWIRE_ASYNC_SCHEDULING", "PAGEWIRE_TENSOR_PARALLEL_SIZE")
 """Settings of the caller that the stack takes over: what else a run is to show depends on the others."""
 _NUM_BLOCKS = 32
 """So few that prompts go to host memory and come back."""

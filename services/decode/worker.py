@@ -36,7 +36,7 @@ from shared.engine.overlapped_decode import DecodedStep
 from shared.engine.sampler import SampledToken, SamplingRow, sample
 from shared.engine.structured_output import MASK_GRACE_S, Grammars, wait_until_ready
 from shared.engine.worker_loop import WorkerLoop, deadline_at, milliseconds
-from shared.errors import InvalidRequestError
+from shared.errors import InvalidRequestError, reason_of
 from shared.messages import (
     AbortRequest,
     DecodeRequest,
@@ -44,6 +44,7 @@ from shared.messages import (
     FinishReason,
     PrefillLost,
     PrefillRequest,
+    PrefixPulled,
     RequestFailed,
     RequestOutput,
     WorkerTiming,
@@ -201,7 +202,7 @@ class DecodeWorker(WorkerLoop):
 
     def _pull_prefix(self, job: DecodeJob, reservation: Reservation) -> bool:
         """True: the request goes on when another worker's blocks are here, or will not come."""
-        pull, then = job.prefix_pull, partial(self._compute_locally, job)
+        pull, then = job.prefix_pull, partial(self._go_on_after_pull, job)
         return pull is not None and self.prefixes.pull(pull, job.request, reservation, job.span, then)
 
     def _queue_again(self, job: DecodeJob) -> None:
@@ -230,7 +231,7 @@ class DecodeWorker(WorkerLoop):
         transfer_id = job.request.transfer_id if job is not None else None
         # False: it had ended before, or its end is on the way as an event.
         if transfer_id is not None and self._receiver.abort(transfer_id, message.reason):
-            self.on_failed(transfer_id, message.reason)
+            self.on_failed(transfer_id, message.reason, is_cancelled=False)
 
     def abort(self, message: AbortRequest) -> None:
         if message.sequence_index is None:
@@ -249,10 +250,14 @@ class DecodeWorker(WorkerLoop):
     def on_committed(self, transfer_id: str, hidden_state: bytes, info: CommitInfo) -> None:
         self.post(lambda: self._take_commit(transfer_id, hidden_state, info))
 
-    def on_failed(self, transfer_id: str, reason: str) -> None:
-        self.post(lambda: self._transfer_failed(transfer_id, reason))
+    def on_failed(self, transfer_id: str, reason: str, is_cancelled: bool) -> None:
+        self.post(lambda: self._transfer_failed(transfer_id, reason, is_cancelled))
 
     # ---- engine thread: how a request starts --------------------------------------------------------------------------
+    def _go_on_after_pull(self, job: DecodeJob, failure: str | None) -> None:
+        self.rpc.send(job.router, PrefixPulled(request_id=job.request.request_id, failure=failure))
+        self._compute_locally(job)
+
     def _compute_locally(self, job: DecodeJob) -> None:
         if self._jobs.get(job.request.request_id) is job:
             self.engine.scheduler.add_running(job.request)
@@ -277,9 +282,12 @@ class DecodeWorker(WorkerLoop):
         hidden = torch.frombuffer(bytearray(hidden_state), dtype=dtype)
         self._committed.append((job.sequences[0], hidden.to(self.engine.device, self.engine.dtype)))
 
-    def _transfer_failed(self, transfer_id: str, reason: str) -> None:
+    def _transfer_failed(self, transfer_id: str, reason: str, is_cancelled: bool) -> None:
         job = self._jobs.get(self._by_transfer.pop(transfer_id, ""))
-        if job is not None:
+        if job is not None and is_cancelled:
+            # The router says so to both workers, and prefill has heard it first. Should it wait all the same, it tries again.
+            self._end(job.request.request_id, f"KV transfer cancelled: {reason}")
+        elif job is not None:
             self._recover(job, reason)
 
     def _forget_awaited(self, request: Request) -> None:
@@ -443,7 +451,7 @@ class DecodeWorker(WorkerLoop):
                 self._refuse_grammar(sequence.job, error.message)
             except Exception as error:
                 logger.exception("a grammar failed")
-                self._end(sequence.job.request.request_id, f"its grammar failed: {error}", "internal")
+                self._end(sequence.job.request.request_id, f"its grammar failed: {reason_of(error)}", "internal")
 
     def _take_late(self, sequence: DecodeSequence) -> None:
         request = sequence.request
@@ -525,7 +533,7 @@ class DecodeWorker(WorkerLoop):
             return
         except Exception as error:
             logger.exception("a step of a beam search failed")
-            self._end(job.request.request_id, f"beam search failed: {error}", "internal")
+            self._end(job.request.request_id, f"beam search failed: {reason_of(error)}", "internal")
             return
         if hypotheses is not None:
             with self.rpc.batch():
@@ -619,7 +627,7 @@ class DecodeWorker(WorkerLoop):
 
     def on_step_failed(self, output: SchedulerOutput, error: Exception) -> None:
         for job in {self._sequences[row.request.request_id].job for row in output.scheduled}:
-            self._end(job.request.request_id, f"decode step failed: {error}", "internal")
+            self._end(job.request.request_id, f"decode step failed: {reason_of(error)}", "internal")
 
     def fail_all(self, reason: str) -> None:
         for request_id in list(self._jobs):

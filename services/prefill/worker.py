@@ -25,8 +25,8 @@ from shared.engine.kv_cache import hidden_state_dtype
 from shared.engine.layer_groups import OnLayers
 from shared.engine.tensor_parallel.sharding import Shard
 from shared.engine.worker_loop import WorkerLoop, deadline_at, milliseconds
-from shared.errors import ConfigurationError, TransferError
-from shared.messages import AbortRequest, DecodeRequest, PrefillRequest, RequestFailed, WorkerTiming
+from shared.errors import ConfigurationError, TransferError, reason_of
+from shared.messages import AbortRequest, DecodeRequest, PrefillRequest, PrefixPulled, RequestFailed, WorkerTiming
 from shared.model_files.model_source import ModelSource
 from shared.model_files.weight_reader import PendingWeights
 from shared.request import Request, RequestStatus
@@ -108,7 +108,7 @@ class PrefillWorker(WorkerLoop):
         with self._lock:
             transfer_ids = [job.transfer_id for job in self._jobs.values() if job.request.request_id == message.request_id]
         for transfer_id in transfer_ids:
-            self._sender.abort(transfer_id, message.reason)
+            self._sender.abort(transfer_id, message.reason, is_cancelled=True)
             self.post(partial(self._stop_computing, transfer_id))
 
     def routers_in_use(self) -> set[bytes]:
@@ -151,9 +151,13 @@ class PrefillWorker(WorkerLoop):
         if reservation is None:
             self._drop_pull(job, "there is no room for it now")
             return False
-        if not self.prefixes.pull(pull, request, reservation, job.span, partial(self._compute_rest, job)):
+        if not self.prefixes.pull(pull, request, reservation, job.span, partial(self._go_on_after_pull, job)):
             self._compute_rest(job)
         return True
+
+    def _go_on_after_pull(self, job: PrefillJob, failure: str | None) -> None:
+        self.rpc.send(job.router, PrefixPulled(request_id=job.request.request_id, failure=failure))
+        self._compute_rest(job)
 
     def _compute_rest(self, job: PrefillJob) -> None:
         if self._jobs.get(job.transfer_id) is job:
@@ -278,7 +282,7 @@ class PrefillWorker(WorkerLoop):
     def on_step_failed(self, output: SchedulerOutput, error: Exception) -> None:
         for row in output.scheduled:
             transfer_id = self._job(row.request).transfer_id
-            self._sender.abort(transfer_id, f"prefill failed: {type(error).__name__}")
+            self._sender.abort(transfer_id, f"prefill failed: {reason_of(error)}")
             self._stop_computing(transfer_id)
 
     def fail_all(self, reason: str) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from opentelemetry.trace import Tracer
 
+from services.router.broken_pairs import BrokenPairs
 from services.router.mailbox import Mailbox
 from services.router.metrics import RouterMetrics
 from services.router.openai.prompt_logprobs import PromptLogprobsAssembler
@@ -20,6 +21,7 @@ from services.router.worker_client import WorkerGone
 from services.router.workers import Worker, WorkerDirectory
 from shared.block_hash import BlockHash, encode_extra_keys, hash_full_blocks
 from shared.cache.prefix_index import Holder, Overlap, PrefixIndexReader
+from shared.clock import SystemClock
 from shared.config import Settings
 from shared.errors import (
     DeadlineExceededError,
@@ -37,6 +39,7 @@ from shared.messages import (
     PrefillLost,
     PrefillRequest,
     PrefixPull,
+    PrefixPulled,
     PromptLogprobs,
     RequestFailed,
     RequestOutput,
@@ -107,9 +110,11 @@ class _PrefillRefused:
 
 @dataclass(frozen=True)
 class _PrefillEnded:
-    """The prefill worker will say nothing more about this request, for better or worse. `gone`: because it is gone, and why."""
+    """The prefill worker will say nothing more about this request. `failure`: its KV will not come, and why."""
 
-    gone: str | None = None
+    failure: str | None = None
+    is_gone: bool = False
+    """The worker, not this transfer alone."""
 
 
 Mail = WorkerMessage | WorkerGone | _PrefillRefused | _PrefillEnded | _Deadline
@@ -152,6 +157,7 @@ class Dispatcher:
         self._tracer = tracer
         self._settings = settings
         self._model_fingerprint = model_fingerprint
+        self._broken_pairs = BrokenPairs(SystemClock())
 
     async def generate(self, request: EngineRequest, has_ended: Callable[[int], bool]) -> AsyncGenerator[RequestOutput, None]:
         """Tokens of all sequences, each sequence in order, its last with a finish_reason. `has_ended(sequence_index)` is asked after each
@@ -221,7 +227,12 @@ class Dispatcher:
             # Those that failed this request are a second choice, except a full one: there it would only wait in the wrong place.
             is_strict = isinstance(last_error, OverloadedError)
             by_id: dict[Holder, Worker] = {worker.holder: worker for worker in (*prefill, *decode)}
-            route = select(facts, _candidates(prefill, overlap, avoid, is_strict), _candidates(decode, overlap, avoid, is_strict))
+            route = select(
+                facts,
+                _candidates(prefill, overlap, avoid, is_strict),
+                _candidates(decode, overlap, avoid, is_strict),
+                self._broken_pairs.avoided(),
+            )
             if route is None:
                 return None
             self._metrics.count_route("local" if route.is_local else "remote")
@@ -276,6 +287,7 @@ class Dispatcher:
         is_finished = False
         held: list[RequestOutput] = []  # until the prompt's log-probabilities are complete
         has_prefill_ended = prefill is None
+        has_transfer_failed = False
         try:
             self._send(request, request_id, attempt, pair)
             while held or live:
@@ -289,6 +301,8 @@ class Dispatcher:
                         raise _RetryableFailure(WorkerFailedError(message), decode.holder)
                     if prefill is not None and not has_first_token:
                         prefill.release(request_id)
+                        if not has_transfer_failed:
+                            self._broken_pairs.note_success((prefill.holder, decode.holder))
                     has_first_token = True
                     num_tokens[index] += 1
                     if mail.finish_reason is not None:
@@ -299,10 +313,16 @@ class Dispatcher:
                 elif isinstance(mail, PromptLogprobs):
                     if request.prompt_logprobs is not None:
                         request.prompt_logprobs.add(mail)
+                elif isinstance(mail, PrefixPulled):
+                    self._note_pull(pair, mail)
                 elif isinstance(mail, _PrefillEnded):
                     has_prefill_ended = True
-                    if mail.gone is not None and not has_first_token:
-                        decode.client.send(PrefillLost(request_id=request_id, reason=mail.gone))
+                    if mail.failure is not None and prefill is not None:
+                        has_transfer_failed = True
+                        if not mail.is_gone:
+                            self._broken_pairs.note_failure((prefill.holder, decode.holder), mail.failure)
+                        if not has_first_token:
+                            decode.client.send(PrefillLost(request_id=request_id, reason=mail.failure))
                 elif isinstance(mail, RequestFailed):
                     error = _as_error(mail)
                     if mail.retryable:
@@ -342,6 +362,15 @@ class Dispatcher:
                 worker.client.unregister(request_id)
                 if not is_finished:
                     worker.client.send(AbortRequest(request_id=request_id, reason="the router no longer waits for it"))
+
+    def _note_pull(self, pair: _Pair, mail: PrefixPulled) -> None:
+        if pair.prefix_holder is None:
+            return
+        between = pair.prefix_holder.holder, pair.computing.holder
+        if mail.failure is None:
+            self._broken_pairs.note_success(between)
+        else:
+            self._broken_pairs.note_failure(between, mail.failure)
 
     def _count_load(self, request: EngineRequest, request_id: str, pair: _Pair) -> None:
         if pair.prefill is not None:
@@ -405,22 +434,24 @@ class Dispatcher:
         return wanted if pair.prefix_holder.client.send(message) else None
 
     def _note_prefill(self, worker: Worker, request_id: str, mail: WorkerMessage | WorkerGone, mailbox: Mailbox[Mail]) -> None:
-        """News from prefill. Decode learns of a failed transfer by itself, and what decode says counts; but of a request that prefill
-        did not take in at all, decode would hear nothing."""
-        if isinstance(mail, PromptLogprobs):
+        """News from prefill. Decode is told what it may not know: a prefill worker that cannot reach it cannot say so. What decode says
+        counts; but of a request that prefill did not take in at all, decode would hear nothing."""
+        if isinstance(mail, PromptLogprobs | PrefixPulled):
             mailbox.put(mail)
             return
         worker.release(request_id)
         if isinstance(mail, RequestFailed) and mail.error_type in ("overloaded", "unavailable", "invalid_request"):
             mailbox.put(_PrefillRefused(_as_error(mail)))
+        elif isinstance(mail, RequestFailed):
+            mailbox.put(_PrefillEnded(mail.message))
         else:
-            mailbox.put(_PrefillEnded(mail.reason if isinstance(mail, WorkerGone) else None))
+            mailbox.put(_PrefillEnded(mail.reason, is_gone=True) if isinstance(mail, WorkerGone) else _PrefillEnded())
 
 
 def _max_mails(request: EngineRequest) -> int:
     """More than this in the mailbox is not what was asked for. Parts of the prompt's log-probabilities may come twice."""
     num_parts = 0 if request.prompt_logprobs is None else 2 * len(request.prompt.token_ids)
-    return request.num_sequences * (request.sampling.max_tokens + 2) + num_parts + 3
+    return request.num_sequences * (request.sampling.max_tokens + 2) + num_parts + 4
 
 
 def _candidates(workers: Sequence[Worker], overlap: dict[Holder, Overlap], avoid: set[Holder], is_strict: bool) -> list[Candidate]:

@@ -8,7 +8,7 @@ What a worker lacks of a prefix it may fetch from another that has it, where tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from shared.cache.prefix_index import Holder
@@ -134,11 +134,14 @@ class _Prefix:
     pull: Pull | None = None
 
 
-def select(facts: RequestFacts, prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> Route | None:
-    """The cheapest pair, or None when no pair exists. A local route needs no prefill worker."""
+def select(
+    facts: RequestFacts, prefill: Sequence[Candidate], decode: Sequence[Candidate], avoided: Collection[tuple[Holder, Holder]] = ()
+) -> Route | None:
+    """The cheapest pair, or None when no pair exists. A local route needs no prefill worker. `avoided`: (sender, receiver) between which
+    KV is to go only where there is nothing else."""
     workers = [*prefill, *decode]
     tokens_per_s = _typical_speed(workers)
-    prefixes = {candidate.worker_id: _prefix(facts, candidate, workers, tokens_per_s) for candidate in workers}
+    prefixes = {candidate.worker_id: _prefix(facts, candidate, workers, tokens_per_s, avoided) for candidate in workers}
 
     def computing_ms(candidate: Candidate) -> float:
         return prefill_cost_ms(facts, candidate, prefixes[candidate.worker_id], tokens_per_s)
@@ -149,7 +152,8 @@ def select(facts: RequestFacts, prefill: Sequence[Candidate], decode: Sequence[C
         routes = []
         wait_ms = decode_wait_ms(facts, candidate)
         usable, saved = facts.usable_blocks(candidate), facts.saved_blocks(candidate)
-        best_prefill = next((other for other in by_cost if other.kv_format.can_send_to(candidate.kv_format)), None)
+        partners = (other for other in by_cost if other.kv_format.can_send_to(candidate.kv_format))
+        best_prefill = next((other for other in partners if (other.identity, candidate.identity) not in avoided), None)
         prefix = prefixes[candidate.worker_id]
         is_near_complete = saved >= 1 and facts.num_uncached_tokens(candidate, saved) <= facts.local_prefill_max_tokens
         if facts.is_aggregated or (
@@ -168,7 +172,10 @@ def select(facts: RequestFacts, prefill: Sequence[Candidate], decode: Sequence[C
             rank = _rank(candidate, route.predicted_ms)
             if best is None or rank < best[0]:
                 best = (rank, route)
-    return best[1] if best else None
+    if best is not None:
+        return best[1]
+    between = {(sender.identity, receiver.identity) for sender in prefill for receiver in decode}
+    return select(facts, prefill, decode, frozenset(avoided) - between) if between & set(avoided) else None
 
 
 def prefill_cost_ms(
@@ -181,12 +188,24 @@ def prefill_cost_ms(
     return candidate.num_requests * REQUEST_OVERHEAD_MS + prefix.fetch_ms + _compute_ms(candidate, num_tokens, default_tokens_per_s)
 
 
-def _prefix(facts: RequestFacts, candidate: Candidate, holders: Sequence[Candidate], default_tokens_per_s: float) -> _Prefix:
+def _prefix(
+    facts: RequestFacts,
+    candidate: Candidate,
+    holders: Sequence[Candidate],
+    default_tokens_per_s: float,
+    avoided: Collection[tuple[Holder, Holder]],
+) -> _Prefix:
     """With what the best of `holders` other than itself has besides, if fetching that costs less than computing it."""
     own = facts.saved_blocks(candidate)
     without_pull = _Prefix(own, facts.load_ms(candidate, own))
     # Where the formats differ, so do the hashes: such a worker could not be told what is wanted.
-    others = [holder for holder in holders if holder.worker_id != candidate.worker_id and holder.kv_format == candidate.kv_format]
+    others = [
+        holder
+        for holder in holders
+        if holder.worker_id != candidate.worker_id
+        and holder.kv_format == candidate.kv_format
+        and (holder.identity, candidate.identity) not in avoided
+    ]
     holder = max(
         others, key=lambda other: (other.overlap_blocks, -other.num_host_blocks, -other.num_requests, other.worker_id), default=None
     )

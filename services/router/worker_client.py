@@ -6,6 +6,7 @@ The monitor makes the death of a worker's process known within milliseconds; a w
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -67,6 +68,8 @@ class WorkerClient:
         self._is_closed = False
         self.is_connected = False
         self.num_invalid_messages = 0
+        self.heard_s = float("-inf")
+        """When the worker last said anything, on the clock of time.monotonic; while it has requests of ours it does so twice a second."""
 
     def start(self) -> None:
         self._socket.connect(self._endpoint)
@@ -119,6 +122,7 @@ class WorkerClient:
             self._on_disconnect()
 
     def _take(self, frame: bytes) -> None:
+        self.heard_s = time.monotonic()
         try:
             messages = decode_batch(frame)
         except ProtocolError as error:

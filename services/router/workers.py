@@ -1,9 +1,9 @@
 """Which workers there are: the records in Redis, read every POLL_INTERVAL_S, joined with the state of each worker's connection.
 
 While Redis does not answer, or takes no writes, so that no worker can renew its lease (it is full, or a replica, or cannot save), the last
-known table stays in use. A worker is gone when its connection breaks (milliseconds), when its lease has run out, when another incarnation
-took its name, or when it left. A lease that ran out while this process could not look says nothing: on a machine that was held up as a
-whole (suspended, a virtual one not scheduled) nobody could renew.
+known table stays in use. A worker is gone when its connection breaks (milliseconds), when its lease has run out and nothing was heard of it
+either, when another incarnation took its name, or when it left. A lease that ran out while this process could not look says nothing: on a
+machine that was held up as a whole (suspended, a virtual one not scheduled) nobody could renew.
 """
 
 from __future__ import annotations
@@ -215,7 +215,11 @@ class WorkerDirectory:
                 worker.record = record
                 worker.missing_since_s = None
             elif worker_id in listed_ids and now_s > self._outage_until_s:
-                self._remove(worker, "its lease ran out")
+                # Who speaks is not dead, but Redis too slow for it; whoever has nothing to do may be taken for either.
+                if now_s - worker.client.heard_s > self._lease_s:
+                    self._remove(worker, "its lease ran out")
+                else:
+                    worker.missing_since_s = now_s
             else:
                 # It left in order, or Redis was away or came back empty: then the worker will register again within its lease.
                 worker.missing_since_s = now_s if worker.missing_since_s is None else worker.missing_since_s

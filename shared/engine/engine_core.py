@@ -205,7 +205,7 @@ class EngineCore:
         with startup_phase("the first steps"):
             self._warm_up()
         if self._followers is not None:
-            self._followers.watch()
+            self._followers.expect_answers()
         if self.device.type == "cuda":
             logger.info("with all prepared %d MiB of the GPU are free", (available_bytes(self.device) or 0) >> 20)
 

@@ -145,12 +145,12 @@ class CommitInfo:
 class ReceiverEvents(Protocol):
     """Told on the transport's thread; must not block. Exactly one of the two ends each expected transfer, unless abort() did.
 
-    When either is called, nothing writes into the transfer's blocks any more.
+    When either is called, nothing writes into the transfer's blocks any more. `is_cancelled`: the sender knows that nobody waits for it.
     """
 
     def on_committed(self, transfer_id: str, hidden_state: bytes, info: CommitInfo) -> None: ...
 
-    def on_failed(self, transfer_id: str, reason: str) -> None: ...
+    def on_failed(self, transfer_id: str, reason: str, is_cancelled: bool) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

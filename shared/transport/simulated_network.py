@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from shared.clock import ManualClock
-from shared.errors import ProtocolError
+from shared.errors import ProtocolError, reason_of
 from shared.transport.connector import BlockMemory, ChunkRead, DataMessage
 from shared.transport.host_blocks import HostBlocks
 from shared.transport.protocol import control
@@ -283,7 +283,7 @@ class MemorySenderWire:
         try:
             header, payload, read = read_message(self._memory, message)
         except Exception as error:
-            failure = ChunkRead(message.header, failure=f"the prefill worker cannot read a block: {error}")
+            failure = ChunkRead(message.header, failure=f"the prefill worker cannot read a block: {reason_of(error)}")
             self._network.report_read(self._name, peer, message.header, failure)
             return
         if header.msg_type is MessageType.CHUNK:

@@ -38,7 +38,7 @@ class _Pull:
     request: Request
     last_hash: BlockHash
     span: Span
-    then: Callable[[], None]
+    then: Callable[[str | None], None]
     started_s: float
     waiting: list[Callable[[], None]] = field(default_factory=list)
     """Requests that want the same blocks: what each does when they are here, or will not come."""
@@ -151,9 +151,9 @@ class PrefixExchange:
         self.drop(pull, "another request is fetching the same blocks")
         return True
 
-    def pull(self, pull: PrefixPull, request: Request, reservation: Reservation, span: Span, then: Callable[[], None]) -> bool:
+    def pull(self, pull: PrefixPull, request: Request, reservation: Reservation, span: Span, then: Callable[[str | None], None]) -> bool:
         """Fetch what `reservation`, the blocks of `request`, lacks of the prefix. True: `then` runs when that has ended, within the time it
-        may take; request.num_computed_tokens says what came. False: there is nothing to fetch.
+        may take, with the reason if it failed; request.num_computed_tokens says what came. False: there is nothing to fetch.
 
         Until then the blocks must stay the request's: call `drop` before they are given back.
         """
@@ -221,7 +221,7 @@ class PrefixExchange:
             request.num_computed_tokens = max(request.num_computed_tokens, info.num_prompt_tokens)
             request.num_cached_tokens = request.num_computed_tokens
             self._manager.publish_full_blocks(request)
-        pull.then()
+        pull.then(reason if info is None else None)
         for then in pull.waiting:
             self._post(then)
 
@@ -263,8 +263,8 @@ class _ReceiverEvents:
         elif self._others is not None:
             self._others.on_committed(transfer_id, hidden_state, info)
 
-    def on_failed(self, transfer_id: str, reason: str) -> None:
+    def on_failed(self, transfer_id: str, reason: str, is_cancelled: bool) -> None:
         if self._exchange._is_pulled(transfer_id):
             self._exchange._post(lambda: self._exchange._settle(transfer_id, None, reason))
         elif self._others is not None:
-            self._others.on_failed(transfer_id, reason)
+            self._others.on_failed(transfer_id, reason, is_cancelled)

@@ -34,9 +34,10 @@ pytestmark = pytest.mark.timeout(3600)
 def stack() -> Iterator[Stack]:
     server = RedisServer()
     stack = Stack(server.url, load_model(load_settings("router", {})), "fuzz")
-    stack.join("prefill", "p")
+    # All in one process with whoever draws the requests, which may keep the others from running for seconds.
+    stack.join("prefill", "p", lease_s=60)
     # Short: without a limit of its own, an answer that ignores EOS fills the context.
-    stack.join("decode", "d", Script(), max_model_len=256)
+    stack.join("decode", "d", Script(), lease_s=60, max_model_len=256)
     stack.wait_ready()
     yield stack
     stack.close()

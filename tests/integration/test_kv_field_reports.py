@@ -112,11 +112,15 @@ def in_background(call: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]
 
 def test_a01_clients_that_leave_between_prefill_and_decode_leave_nothing_behind(proxied: ProxiedStack) -> None:
     proxied.delay(0.5)
+    counters = proxied.counters()
     for _ in range(4):
         before = proxied.num_bytes()
         with proxied.stack.request_under_way(ids(96, first=next(_seeds)), 64):
             proxied.wait_for_chunks(before)
     proxied.stack.wait_until_idle()
+    after = proxied.counters()
+    for name in ("kv_recompute_fallbacks", "kv_transfer_failures"):
+        assert after[name] == counters[name], "nothing is made good for clients that left"
 
 
 def test_a03_blocks_of_an_aborted_request_are_another_ones_and_late_frames_do_not_reach_them(proxied: ProxiedStack) -> None:

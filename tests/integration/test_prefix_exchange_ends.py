@@ -120,7 +120,7 @@ def start(puller: Worker, pull: PrefixPull, request: Request, span: Span = INVAL
     ended: list[str] = []
     reservation = puller.manager.reserve(request)
     assert reservation is not None
-    assert puller.exchange.pull(pull, request, reservation, span, lambda: ended.append(request.request_id))
+    assert puller.exchange.pull(pull, request, reservation, span, lambda _failure: ended.append(request.request_id))
     return ended
 
 
@@ -212,7 +212,7 @@ def test_what_is_here_already_is_not_pulled(holder: Worker, puller: Worker) -> N
     request = puller.request("a")
     reservation = puller.manager.reserve(request)
     assert reservation is not None
-    assert not puller.exchange.pull(ask(holder, puller), request, reservation, INVALID_SPAN, lambda: None)
+    assert not puller.exchange.pull(ask(holder, puller), request, reservation, INVALID_SPAN, lambda _failure: None)
     holder.run_until(lambda: holder.manager.num_used() == 0)
     puller.manager.free("a")
 

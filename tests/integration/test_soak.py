@@ -27,6 +27,8 @@ MAX_GROWTH_BYTES = 24 << 20
 SERVICES = ("router", "prefill-0", "decode-0")
 TIGHT = {"debug": "true", "max_num_batched_tokens": 96, "max_num_seqs": 10, "prefill_num_blocks": 60, "decode_num_blocks": 44}
 """Pools of a few prompts: requests wait, are preempted, and lose their blocks to others all the time."""
+PATIENT = {"lease_s": 15, "kv_peer_timeout_s": 15}
+"""Nobody dies here; a machine that is busy for minutes may well keep a process from running for two seconds."""
 
 
 def prompts() -> list[list[int]]:
@@ -96,7 +98,7 @@ def memory_of(stack: LocalStack) -> dict[str, int]:
 @pytest.mark.parametrize("options", [{}, {"kv_host_cache_gib": 0.002}], ids=["", "host tier"])
 def test_thousands_of_requests_leave_answers_blocks_and_memory_as_they_were(tmp_path: Path, options: dict[str, float]) -> None:
     write_model(make_model(CASES["llama"]), tmp_path)
-    with LocalStack("--model", str(tmp_path), **TIGHT, **options) as stack:
+    with LocalStack("--model", str(tmp_path), **TIGHT, **PATIENT, **options) as stack:
         clients = Clients(stack)
         num_settled = int(SETTLED * NUM_REQUESTS)
         with ThreadPoolExecutor(NUM_CLIENTS) as pool:

@@ -61,6 +61,7 @@ class ReceiverLog:
     ended: dict[str, list[str | None]] = field(default_factory=dict)
     hidden: dict[str, bytes] = field(default_factory=dict)
     infos: dict[str, CommitInfo] = field(default_factory=dict)
+    cancelled: list[str] = field(default_factory=list)
     on_end: Callable[[str, str | None], None] = lambda transfer_id, reason: None
     changed: threading.Event = field(default_factory=threading.Event)
 
@@ -68,7 +69,8 @@ class ReceiverLog:
         self.hidden[transfer_id], self.infos[transfer_id] = hidden_state, info
         self._end(transfer_id, None)
 
-    def on_failed(self, transfer_id: str, reason: str) -> None:
+    def on_failed(self, transfer_id: str, reason: str, is_cancelled: bool) -> None:
+        self.cancelled += [transfer_id] * is_cancelled
         self._end(transfer_id, reason)
 
     def _end(self, transfer_id: str, reason: str | None) -> None:

@@ -18,6 +18,7 @@ from shared.messages import (
     DecodeRequest,
     PrefillLost,
     PrefillRequest,
+    PrefixPulled,
     PromptLogprobs,
     RequestFailed,
     RequestOutput,
@@ -65,6 +66,8 @@ class Script:
     about_prompt_delay_s: float = 0.0
     recomputes: bool = False
     """A decode worker whose transfers all fail."""
+    pull_failure: str | None = None
+    """Why prefixes from other workers do not come; None: they do."""
 
 
 def prompt_parts(request: DecodeRequest | PrefillRequest, size: int = 4) -> list[WorkerMessage]:
@@ -134,6 +137,11 @@ class StubWorker:
         """As SIGSTOP: the connection stays, nothing is answered, the lease is not renewed."""
         self._frozen = True
 
+    def lose_redis(self) -> None:
+        """It can renew its lease no longer; all else goes on."""
+        self._keeper._is_closing.set()
+        self._keeper._deregister = lambda: None
+
     def kill(self) -> None:
         """As SIGKILL: the connection breaks, the record stays until its lease runs out."""
         self._frozen = True
@@ -180,6 +188,8 @@ class StubWorker:
         if failure is not None:
             self._send(identity, failure)
             return
+        if message.prefix_pull is not None:
+            self._send(identity, PrefixPulled(request_id=message.request_id, failure=self.script.pull_failure))
         if num_prompt_logprobs(message) is not None or (self.script.recomputes and message.sampling.num_prompt_logprobs is not None):
             due_s = time.monotonic() + self.script.about_prompt_delay_s
             self._later += [(due_s, identity, part) for part in self.script.about_prompt(message)]

@@ -57,6 +57,8 @@ def main(descriptor: int) -> int:
 
 def _serve(channel: RankChannel, setup: RankSetup) -> None:
     settings, device = setup.settings, torch.device(setup.device)
+    if device.type == "cpu":
+        threading.Thread(target=_say_alive, args=(channel,), name="rank-alive", daemon=True).start()
     shard = Shard(setup.rank, settings.tensor_parallel_size)
     torch.set_num_threads(settings.num_threads or max(1, available_cpus() // shard.size))
     if device.type == "cuda":
@@ -73,8 +75,8 @@ def _serve(channel: RankChannel, setup: RankSetup) -> None:
         memory = RankMemory.inherited(source.config, shard, setup.memory_descriptor, size_bytes)
         cache = KVCache(source.config, setup.num_blocks, settings.block_size, kv_dtype, device, ranks=memory)
     channel.send(Kind.READY)
-    if device.type == "cpu":
-        threading.Thread(target=_say_alive, args=(channel,), name="rank-alive", daemon=True).start()
+    if channel.receive() != (Kind.CONNECT, b""):
+        return
     collectives = Collectives(shard, setup.store_port, device)
     model = build_model(config, weights, RotaryTables(config, setup.max_model_len, device), collectives.all_reduce)
     runner = ModelRunner(model, cache)
@@ -91,7 +93,7 @@ def _serve(channel: RankChannel, setup: RankSetup) -> None:
 
 
 def _say_alive(channel: RankChannel) -> None:
-    """Thread: a process that is frozen stops saying so. From here on nobody else sends."""
+    """Thread: a process that is frozen stops saying so."""
     try:
         while True:
             channel.send(Kind.ALIVE)

@@ -18,23 +18,23 @@ import torch.distributed as dist
 
 from shared.config import Settings
 from shared.engine.step_input import StepInput
-from shared.engine.tensor_parallel.collectives import TIMEOUT_S, Collectives
+from shared.engine.tensor_parallel.collectives import TIMEOUT_S, Collectives, RankLostError
 from shared.engine.tensor_parallel.rank_memory import RankMemory
 from shared.engine.tensor_parallel.rank_messages import ALIVE_INTERVAL_S, Kind, RankChannel, RankSetup
 from shared.engine.tensor_parallel.sharding import Reduce, Shard
-from shared.errors import ConfigurationError, PagewireError
+from shared.errors import ConfigurationError
 from shared.worker.process import DIE_WITH_PARENT_VARIABLE, STATUS_FD_VARIABLE
 
 logger = logging.getLogger(__name__)
 
 _LOADING_TIMEOUT_S = 600.0
 """For what other ranks take longer to load than the first one, which does the same work."""
+_IMPORTS_TIMEOUT_S = 120.0
+"""On CPUs, until a rank says its first word: what it does before is import torch."""
+_LOADING_SILENCE_S = 5.0
+"""While a rank loads, a library that is opened or a machine that is busy may keep it from speaking for longer than later."""
 _CLOSE_TIMEOUT_S = 2.0
 _POLL_S = 0.2
-
-
-class RankLostError(PagewireError):
-    """A rank has ended, or does not answer: the engine cannot go on."""
 
 
 class Followers:
@@ -52,6 +52,7 @@ class Followers:
         self._size = settings.tensor_parallel_size
         self._device = device
         self._timeout_s = settings.kv_peer_timeout_s
+        self._max_silence_s = max(_LOADING_SILENCE_S, self._timeout_s)
         self._segment = memory.segment if memory is not None else None
         self._watcher: threading.Thread | None = None
         if device.type == "cuda" and torch.cuda.device_count() < device.index + self._size:
@@ -91,13 +92,8 @@ class Followers:
         """Waits until all have loaded their part, which takes as long as ours did. Gives the sum over all ranks. Raises ConfigurationError
         when one of them cannot start, RankLostError when one has ended or does not go on."""
         give_up_s = time.monotonic() + _LOADING_TIMEOUT_S
-        for rank, channel in self._channels.items():
-            while not select.select([channel.sock], [], [], _POLL_S)[0]:
-                self._check(rank)
-                if time.monotonic() > give_up_s:
-                    raise RankLostError(f"rank {rank} of the engine has not loaded its part within {_LOADING_TIMEOUT_S:g} s")
-            if channel.receive() != (Kind.READY, b""):
-                raise ConfigurationError(f"rank {rank} of the engine could not start; its reason stands above")
+        for rank in self._channels:
+            self._wait_until_ready(rank, give_up_s)
         if self._segment is not None:
             try:
                 self._segment.seal()
@@ -106,17 +102,37 @@ class Followers:
                     f"tensor_parallel_size = {self._size} on a CPU needs memory that can be sealed against later writers (Linux 5.1): "
                     f"{error.strerror}; set it to 1"
                 ) from error
+        for rank in self._channels:
+            self._tell(rank, Kind.CONNECT, b"")
         self._collectives = Collectives(Shard(0, self._size), self._store.port, self._device)
+        if self._device.type == "cpu":
+            self._watcher = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
+            self._watcher.start()
         return self._collectives.all_reduce
 
-    def watch(self) -> None:
-        """From now on, with all kernels prepared, a rank that is silent for kv_peer_timeout_s is taken for frozen and killed: then whoever
-        waits for it learns so at once. Not on GPUs: a sum there ends by its own deadline alone, and a kernel that is compiled when it is
-        first wanted may keep a process from speaking."""
-        if self._device.type == "cuda":
-            return
-        self._watcher = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
-        self._watcher.start()
+    def _wait_until_ready(self, rank: int, give_up_s: float) -> None:
+        channel, heard_s, max_silence_s = self._channels[rank], time.monotonic(), _IMPORTS_TIMEOUT_S
+        while True:
+            self._check(rank)
+            now_s = time.monotonic()
+            if now_s > give_up_s:
+                raise RankLostError(f"rank {rank} of the engine has not loaded its part within {_LOADING_TIMEOUT_S:g} s")
+            if self._device.type == "cpu" and now_s - heard_s > max_silence_s:
+                raise RankLostError(f"rank {rank} of the engine has said nothing for {max_silence_s:g} s while it was loading")
+            if not select.select([channel.sock], [], [], _POLL_S)[0]:
+                continue
+            message = channel.receive()
+            if message is None:
+                raise ConfigurationError(f"rank {rank} of the engine could not start; its reason stands above")
+            if message[0] is Kind.READY:
+                return
+            heard_s, max_silence_s = time.monotonic(), self._max_silence_s
+
+    def expect_answers(self) -> None:
+        """From now on, with all kernels prepared, a rank on a CPU that is silent for kv_peer_timeout_s is taken for frozen and killed: then
+        whoever waits for it learns so at once. Before, for longer. On GPUs a sum ends by its own deadline alone, since a kernel that is
+        compiled when it is first wanted may keep a process from speaking."""
+        self._max_silence_s = self._timeout_s
 
     def _watch(self) -> None:
         looked_s = time.monotonic()
@@ -130,8 +146,8 @@ class Followers:
             for rank in list(heard_s):
                 channel = self._channels[rank]
                 if channel.sock not in readable:
-                    if now_s - heard_s[rank] > self._timeout_s:
-                        logger.error("rank %d of the engine has said nothing for %g s; it is killed", rank, self._timeout_s)
+                    if now_s - heard_s[rank] > self._max_silence_s:
+                        logger.error("rank %d of the engine has said nothing for %g s; it is killed", rank, self._max_silence_s)
                         self._processes[rank].kill()
                         del heard_s[rank]
                 elif not _has_spoken(channel):  # it has ended, as _check will find, or close() was called
@@ -185,7 +201,7 @@ class Followers:
         try:
             self._channels[rank].send(kind, payload)
         except OSError as error:
-            raise RankLostError(f"rank {rank} of the engine does not take its steps: {error}") from error
+            raise RankLostError(f"rank {rank} of the engine does not take its steps: {error.strerror or 'it reads nothing'}") from error
 
     def _check(self, rank: int) -> None:
         code = self._processes[rank].poll()

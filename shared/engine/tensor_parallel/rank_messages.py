@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 import struct
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 from pydantic import BaseModel, ConfigDict
@@ -17,7 +18,7 @@ _HEADER = struct.Struct("<BQ")
 
 class Kind(IntEnum):
     SET_UP = 1
-    """RankSetup as JSON; answered by READY when the weights are there."""
+    """RankSetup as JSON; answered by READY when the weights are there, and on a CPU by ALIVE before and after."""
     READY = 2
     STEP = 3
     """StepInput: compute it."""
@@ -27,6 +28,8 @@ class Kind(IntEnum):
     """From another rank on a CPU, every ALIVE_INTERVAL_S."""
     NEW_CACHE = 6
     """On GPUs, where each rank has its own. One int64: from now on the KV cache has so many blocks; what was in it is gone."""
+    CONNECT = 7
+    """All ranks are READY: connect to each other. Not before, since one may load for minutes longer than the others."""
 
 
 class RankSetup(BaseModel):
@@ -48,10 +51,12 @@ class RankSetup(BaseModel):
 @dataclass
 class RankChannel:
     sock: socket.socket
+    _sending: threading.Lock = field(default_factory=threading.Lock)
 
     def send(self, kind: Kind, payload: bytes = b"") -> None:
-        """Raises OSError when nobody reads within the socket's timeout, or nobody is there."""
-        self.sock.sendall(_HEADER.pack(kind, len(payload)) + payload)
+        """From any thread. Raises OSError when nobody reads within the socket's timeout, or nobody is there."""
+        with self._sending:
+            self.sock.sendall(_HEADER.pack(kind, len(payload)) + payload)
 
     def receive(self) -> tuple[Kind, bytes] | None:
         """None: the other end is gone. Waits for as long as the socket's timeout."""

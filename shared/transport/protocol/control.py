@@ -22,7 +22,7 @@ from shared.transport.protocol.seq_ranges import Ranges
 from shared.transport.protocol.transport_name import TransportName
 from shared.transport.protocol.wire_dtype import WireDtypeName
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 _PREFIX = struct.Struct("<4sI")
 _MAGIC = b"KVXC"
 
@@ -151,6 +151,8 @@ class Abort(ControlMessage):
 
     kind: Literal["ABORT"] = "ABORT"
     reason: Reason
+    is_cancelled: bool = False
+    """Nobody waits for the request any more: there is nothing to make good."""
 
 
 class AbortAck(ControlMessage):

@@ -20,7 +20,8 @@ class KVFormat:
     ranks an engine is, its blocks do not show: they are the same but for the last digits of a sum."""
 
     def root(self, model_fingerprint: str) -> BlockHash:
-        """The parent of every first block. Blocks that may have come rounded over the wire never pass for exact ones."""
+        """The parent of every first block. Blocks that a lossy wire may have rounded never pass for exact ones. Those of a narrower
+        cache stand under the root of the wider one that took them, as they are: none of the narrower format could take them back."""
         dtype = self.dtype if self.wire_dtype == "auto" else f"{self.dtype} by {self.wire_dtype}"
         return root_hash(model_fingerprint, dtype, self.block_size)
 

@@ -16,6 +16,8 @@ MAX_PEERS = 256
 CONTROL_RATE_PER_S = 2000.0
 CONTROL_BURST = 8000
 """Control messages of one peer that are listened to; what it says beyond that is dropped."""
+MAX_CONTROL_QUOTAS = 4 * MAX_PEERS
+"""Connections of which is remembered how much they said, peers or not."""
 MAX_CHUNKS_PER_PEER = 64
 """Chunks on the way to one peer, of all its transfers."""
 MAX_TOMBSTONES = 4096

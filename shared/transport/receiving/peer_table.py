@@ -18,10 +18,11 @@ from shared.transport.protocol import control
 from shared.transport.protocol.device_memory_offer import DeviceMemoryOffer
 from shared.transport.protocol.frames import ChecksumCode, DataHeader, Flags
 from shared.transport.protocol.kv_layout import KVLayout
-from shared.transport.protocol.limits import CONTROL_BURST, CONTROL_RATE_PER_S, MAX_PEERS
+from shared.transport.protocol.limits import MAX_PEERS
 from shared.transport.protocol.segment_offer import SegmentOffer
 from shared.transport.protocol.transport_name import TransportName, allowed
 from shared.transport.protocol.wire_plan import IncompatibleError, WirePlan
+from shared.transport.receiving.control_quotas import ControlQuotas
 from shared.transport.wires.shared_segment import SegmentReader
 from shared.transport.wires.wire_speed import Probe, probe_segment
 
@@ -53,21 +54,10 @@ class Peer:
     """Its GPU memory, opened."""
     probes: dict[int, Probe] = field(default_factory=dict)
     """By lane."""
-    num_allowed: float = CONTROL_BURST
-    """Control messages it may still send now; refilled with time."""
-    refilled_s: float = 0.0
 
     def is_that_of(self, hello: control.Hello, plan: WirePlan) -> bool:
         theirs = hello.src_incarnation, hello.segment, hello.device_memory
         return (self.incarnation, self.offer, self.device_offer) == theirs and self.plan == plan
-
-    def may_speak(self, now: float) -> bool:
-        self.num_allowed = min(CONTROL_BURST, self.num_allowed + (now - self.refilled_s) * CONTROL_RATE_PER_S)
-        self.refilled_s = now
-        if self.num_allowed < 1:
-            return False
-        self.num_allowed -= 1
-        return True
 
 
 class PeerTable:
@@ -91,6 +81,7 @@ class PeerTable:
         self._lanes = lanes
         self._counters = counters
         self._peers: dict[str, Peer] = {}
+        self._quotas = ControlQuotas()
 
     def get(self, key: str, incarnation: int) -> Peer | None:
         """The peer of that connection if it has said HELLO and is still this process."""
@@ -110,14 +101,12 @@ class PeerTable:
         self._peers.clear()
 
     def hear(self, key: str, incarnation: int) -> bool:
-        """A control message came from there; False: from a peer that says too much, so it is dropped."""
+        """A control message came from there; False: from one that says too much, so it is dropped."""
         now = self._clock.now_s()
-        peer = self._peers.get(key)
-        if peer is None:
-            return True
-        if peer.incarnation == incarnation:
+        peer = self.get(key, incarnation)
+        if peer is not None:
             peer.last_heard_s = now
-        if peer.may_speak(now):
+        if self._quotas.take(key, now):
             return True
         self._counters["control_throttled"] += 1
         return False
@@ -152,7 +141,6 @@ class PeerTable:
         except PagewireError as error:
             self.refuse(key, hello.src_incarnation, error.message, "max_chunk_bytes")
             return
-        num_allowed = CONTROL_BURST if known is None else known.num_allowed  # another HELLO buys no more
         if known is None or not known.is_that_of(hello, plan):
             if known is not None and known.incarnation != hello.src_incarnation:
                 lose("the prefill worker restarted")
@@ -161,7 +149,6 @@ class PeerTable:
                 ours_, theirs_ = allowed(self._settings.kv_transport), hello.transports
                 self.refuse(key, hello.src_incarnation, f"no transport in common: {ours_} here and {theirs_} there", "transports")
                 return
-            known.num_allowed = num_allowed
             self._peers[key] = known
         endpoints = (self._lanes.ipc if known.transport != "tcp" and self._is_near(hello) else self._lanes.tcp)[: hello.num_lanes]
         known.num_lanes = len(endpoints)
@@ -200,9 +187,7 @@ class PeerTable:
         """The peer with the best transport that both ends allow and that works; None: there is none."""
         now = self._clock.now_s()
         for name in allowed(self._settings.kv_transport):
-            peer = Peer(
-                hello.worker_id, hello.src_incarnation, plan, 0, name, now, hello.segment, device_offer=hello.device_memory, refilled_s=now
-            )
+            peer = Peer(hello.worker_id, hello.src_incarnation, plan, 0, name, now, hello.segment, device_offer=hello.device_memory)
             if name not in hello.transports or (name == "ipc" and not self._is_near(hello)):
                 continue
             if name == "cuda":

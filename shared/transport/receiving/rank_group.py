@@ -14,6 +14,7 @@ class _Outcome:
     committed: dict[int, tuple[bytes, CommitInfo]] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
     failure: str | None = None
+    is_cancelled: bool = False
 
 
 class RankGroup:
@@ -34,7 +35,9 @@ class RankGroup:
         """What the receiver of `rank` is to be given as its events."""
         return _RankEvents(self, rank)
 
-    def note(self, rank: int, transfer_id: str, committed: tuple[bytes, CommitInfo] | None, reason: str) -> None:
+    def note(
+        self, rank: int, transfer_id: str, committed: tuple[bytes, CommitInfo] | None, reason: str, *, is_cancelled: bool = False
+    ) -> None:
         with self._lock:
             outcome = self._outcomes.setdefault(transfer_id, _Outcome())
             outcome.ended.add(rank)
@@ -42,7 +45,7 @@ class RankGroup:
             if committed is not None:
                 outcome.committed[rank] = committed
             elif is_first_failure:
-                outcome.failure = reason
+                outcome.failure, outcome.is_cancelled = reason, is_cancelled
             others = [other for other in range(self._num_ranks) if other not in outcome.ended] if is_first_failure else []
         aborted = {other for other in others if self._abort(other, transfer_id, f"another rank failed: {reason}")}
         with self._lock:
@@ -50,7 +53,7 @@ class RankGroup:
             if len(outcome.ended) < self._num_ranks or self._outcomes.pop(transfer_id, None) is None:
                 return
         if outcome.failure is not None:
-            self._events.on_failed(transfer_id, outcome.failure)
+            self._events.on_failed(transfer_id, outcome.failure, outcome.is_cancelled)
         else:
             self._events.on_committed(transfer_id, *outcome.committed[0])
 
@@ -63,5 +66,5 @@ class _RankEvents:
     def on_committed(self, transfer_id: str, hidden_state: bytes, info: CommitInfo) -> None:
         self._group.note(self._rank, transfer_id, (hidden_state, info), "")
 
-    def on_failed(self, transfer_id: str, reason: str) -> None:
-        self._group.note(self._rank, transfer_id, None, reason)
+    def on_failed(self, transfer_id: str, reason: str, is_cancelled: bool) -> None:
+        self._group.note(self._rank, transfer_id, None, reason, is_cancelled=is_cancelled)

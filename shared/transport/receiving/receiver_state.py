@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from shared.clock import Clock
 from shared.config import Settings
-from shared.errors import PagewireError, ProtocolError, TransferError
+from shared.errors import PagewireError, ProtocolError, TransferError, reason_of
 from shared.ids import new_grant_id
 from shared.transport.connector import BlockMemory, CommitInfo, ReceiverEvents, ReceiverWire
 from shared.transport.protocol import control
@@ -72,12 +72,14 @@ class _Event:
     hidden_state: bytes
     info: CommitInfo | None
     reason: str
+    is_cancelled: bool
 
 
 @dataclass(slots=True, frozen=True)
 class _Tombstone:
     is_committed: bool
     reason: str
+    is_cancelled: bool = False
 
 
 class ReceiverState:
@@ -194,7 +196,7 @@ class ReceiverState:
             tombstone = self._tombstones.get(transfer_id)
             waiting = self._pop_offers(transfer_id)
             if tombstone is not None:
-                self._end(incoming, tombstone.reason or "this transfer has ended already")
+                self._end(incoming, tombstone.reason or "this transfer has ended already", is_cancelled=tombstone.is_cancelled)
             for offer in waiting:
                 self._on_offer(offer.peer, offer.offer)
 
@@ -275,6 +277,8 @@ class ReceiverState:
     def refuse_version(self, key: str, error: control.OtherVersionError) -> None:
         """Somebody said HELLO in a version that is not ours."""
         with self._lock:
+            if not self._peers.hear(key, error.src_incarnation):
+                return
             self._counters["control_ignored"] += 1
             self._peers.refuse(key, error.src_incarnation, error.message, "protocol")
 
@@ -310,7 +314,7 @@ class ReceiverState:
             is_sound = is_readable and self._write(stream, header, sources)
         except Exception as error:
             logger.exception("KV transfer %s: cannot write a block", stream.incoming.transfer_id)
-            fault = f"the decode worker cannot write a block: {error}"
+            fault = f"the decode worker cannot write a block: {reason_of(error)}"
         with self._lock:
             self._settle(stream, header, is_sound, fault)
 
@@ -373,7 +377,7 @@ class ReceiverState:
                 if event.info is not None:
                     self._events.on_committed(event.incoming.transfer_id, event.hidden_state, event.info)
                 else:
-                    self._events.on_failed(event.incoming.transfer_id, event.reason)
+                    self._events.on_failed(event.incoming.transfer_id, event.reason, event.is_cancelled)
             except Exception:
                 logger.exception("a listener of KV transfer events failed")
 
@@ -489,17 +493,20 @@ class ReceiverState:
                 self._send_credit(stream)
             elif isinstance(message, control.Abort):
                 self._answer(key, control.AbortAck(**self._returned(message)))
-                self._fail(stream.incoming, f"aborted by the prefill worker: {message.reason}", to_all_but=key)
+                self._abort(stream.incoming, message, key)
             return
         if isinstance(message, control.Abort):
             self._pop_offers(transfer_id)
             if incoming is None and transfer_id not in self._tombstones:
-                self._bury(transfer_id, _Tombstone(False, f"aborted by the prefill worker: {message.reason}"))
+                self._bury(transfer_id, _Tombstone(False, f"aborted by the prefill worker: {message.reason}", message.is_cancelled))
             elif incoming is not None and stream is None and incoming.attempt == message.attempt:
-                self._fail(incoming, f"aborted by the prefill worker: {message.reason}")
+                self._abort(incoming, message, key)
             self._answer(key, control.AbortAck(**self._returned(message)))
         elif isinstance(message, control.Commit | control.Renew) and not any(at[0] == transfer_id for at in self._offers):
             self._answer_ended(key, message)
+
+    def _abort(self, incoming: Incoming, message: control.Abort, key: str) -> None:
+        self._fail(incoming, f"aborted by the prefill worker: {message.reason}", to_all_but=key, is_cancelled=message.is_cancelled)
 
     def _answer_ended(self, key: str, message: control.AnyControl) -> None:
         tombstone = self._tombstones.get(message.transfer_id)
@@ -683,19 +690,21 @@ class ReceiverState:
 
     # Ends and answers
 
-    def _fail(self, incoming: Incoming, reason: str, to_all_but: str = "") -> None:
+    def _fail(self, incoming: Incoming, reason: str, to_all_but: str = "", *, is_cancelled: bool = False) -> None:
         """Tell every rank that was granted something, then end."""
         for stream in incoming.streams.values():
             if stream.peer != to_all_but:
                 self._answer(stream.peer, control.Abort(**self._addressed(stream), reason=reason[:1000]))
-        self._end(incoming, reason)
+        self._end(incoming, reason, is_cancelled=is_cancelled)
 
-    def _end(self, incoming: Incoming, reason: str, hidden_state: bytes = b"", info: CommitInfo | None = None) -> None:
+    def _end(
+        self, incoming: Incoming, reason: str, hidden_state: bytes = b"", info: CommitInfo | None = None, *, is_cancelled: bool = False
+    ) -> None:
         if self._incoming.pop(incoming.transfer_id, None) is None:
             return
         incoming.has_ended = True
         self._bury(incoming.transfer_id, _Tombstone(info is not None, reason))
-        self._outbox.append(_Event(incoming, hidden_state, info, reason))
+        self._outbox.append(_Event(incoming, hidden_state, info, reason, is_cancelled))
         self._counters["transfers_committed" if info is not None else "transfers_failed"] += 1
 
     def _bury(self, transfer_id: str, tombstone: _Tombstone) -> None:

@@ -128,9 +128,9 @@ class KVSender:
             raise TransferError(f"a hidden state of {len(hidden_state)} bytes is over the limit of {MAX_CONTROL_BYTES}")
         self._do(lambda: self._state.commit(transfer_id, hidden_state, num_cached_tokens))
 
-    def abort(self, transfer_id: str, reason: str) -> None:
-        """End a transfer; on_failed follows. Unknown ids are ignored."""
-        self._do(lambda: self._state.abort(transfer_id, reason))
+    def abort(self, transfer_id: str, reason: str, *, is_cancelled: bool = False) -> None:
+        """End a transfer; on_failed follows. Unknown ids are ignored. `is_cancelled`: nobody waits for its request any more."""
+        self._do(lambda: self._state.abort(transfer_id, reason, is_cancelled=is_cancelled))
 
     def counters(self) -> dict[str, float]:
         return self._state.counters()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from shared.errors import reason_of
 from shared.transport.connector import BlockMemory, ChunkRead, DataMessage, FrameTap
 from shared.transport.protocol.frames import MessageType
 from shared.transport.sending.chunk_reading import read_message
@@ -114,7 +115,7 @@ class SenderLane:
             header, payload, read = read_message(self._memory, message)
         except Exception as error:
             logger.exception("KV lane to %s cannot read a block", self._endpoint)
-            self._report(message, ChunkRead(message.header, failure=f"the prefill worker cannot read a block: {error}"))
+            self._report(message, ChunkRead(message.header, failure=f"the prefill worker cannot read a block: {reason_of(error)}"))
             return
         try:
             if self._tap is not None and header.msg_type is not MessageType.PROBE:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from shared.clock import Clock
 from shared.config import Settings
-from shared.errors import ConfigurationError, PagewireError, ProtocolError
+from shared.errors import ConfigurationError, PagewireError, ProtocolError, reason_of
 from shared.messages import KVPeer
 from shared.transport.connector import BlockMemory, ChunkRead, DataMessage, SenderEvents, SenderWire, StoredBytes
 from shared.transport.protocol import control
@@ -184,10 +184,10 @@ class SenderState:
                 transfer.commit_request = CommitRequest(hidden_state, num_cached_tokens)
                 self._pump(transfer)
 
-    def abort(self, transfer_id: str, reason: str) -> None:
-        """End a transfer; on_failed follows."""
+    def abort(self, transfer_id: str, reason: str, *, is_cancelled: bool = False) -> None:
+        """End a transfer; on_failed follows. `is_cancelled`: nobody waits for its request any more, which the receiver is told."""
         for transfer in self._parts(transfer_id):
-            self._fail(transfer, reason)
+            self._fail(transfer, reason, is_cancelled=is_cancelled)
 
     def close(self, reason: str = "the prefill worker is shutting down") -> None:
         """Abort everything and say goodbye; what is offered later fails at once. What a lane has not read by now it will not read."""
@@ -547,7 +547,7 @@ class SenderState:
                 self._send_fence(transfer)
         except Exception as error:
             logger.exception("KV transfer %s: cannot send", transfer.transfer_id)
-            self._fail(transfer, f"the prefill worker cannot send: {error}")
+            self._fail(transfer, f"the prefill worker cannot send: {reason_of(error)}")
             return
         is_all_read = not (transfer.has_unsent or transfer.num_reading)
         if transfer.commit_request is not None and transfer.commit is None and is_all_read:
@@ -567,6 +567,8 @@ class SenderState:
         else:
             chunk.header = replace(chunk.header, flags=chunk.header.flags | Flags.RETRY)
             self._counters["chunks_resent"] += 1
+        if not transfer.in_flight:
+            transfer.last_progress_s = self._clock.now_s()  # until now there was nothing to acknowledge
         chunk.lane = connection.least_loaded()
         connection.lanes[chunk.lane].num_in_flight += 1
         transfer.in_flight.add(seq)
@@ -659,10 +661,10 @@ class SenderState:
                 connection.lanes[chunk.lane].num_in_flight -= 1
         transfer.last_progress_s = self._clock.now_s()
 
-    def _fail(self, transfer: SenderTransfer, reason: str) -> None:
+    def _fail(self, transfer: SenderTransfer, reason: str, *, is_cancelled: bool = False) -> None:
         """Tell the receiver, then end."""
         if transfer.phase is not Phase.ENDED and transfer.peer in self._connections:
-            self._send(transfer, control.Abort(**self._addressed(transfer), reason=reason[:1000]))
+            self._send(transfer, control.Abort(**self._addressed(transfer), reason=reason[:1000], is_cancelled=is_cancelled))
         self._end(transfer, reason)
 
     def _end(self, transfer: SenderTransfer, reason: str | None) -> None:

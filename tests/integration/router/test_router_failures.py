@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import pytest
 import redis
 from lost_time import LostTime
@@ -218,3 +219,27 @@ def test_workers_that_cannot_exchange_kv_are_not_paired(bare: Stack) -> None:
     assert bare.complete().status_code == 200
     assert double.of_kind(DecodeRequest)
     assert not other.of_kind(DecodeRequest)
+
+
+def test_a_pair_whose_transfers_fail_is_avoided_and_decode_is_told_that_its_kv_will_not_come(bare: Stack) -> None:
+    """As when a firewall stands between the two: prefill cannot tell decode."""
+    cannot = RequestFailed(request_id="", message="the decode worker did not answer HELLO", error_type="transfer", retryable=True)
+    lonely = bare.join("prefill", "a", Script(failure=lambda request: msgspec.structs.replace(cannot, request_id=request.request_id)))
+    other = bare.join("prefill", "b")
+    decode = bare.join("decode", "d", Script(first_delay_s=0.2))
+    bare.wait_ready()
+    eventually(lambda: len(bare.parts.directory.usable("prefill")) == 2)
+    for _ in range(10):
+        assert bare.complete().json()["choices"][0]["text"] == CNT
+    assert len(lonely.of_kind(PrefillRequest)) == 2 and len(other.of_kind(PrefillRequest)) == 8
+    assert [message.reason for message in decode.of_kind(PrefillLost)] == [cannot.message] * 2
+
+
+def test_a_worker_that_speaks_is_not_given_up_because_its_lease_ran_out(bare: Stack) -> None:
+    """As when Redis is slow: answers must not break off. What a worker with nothing to do has to say, the lease alone says."""
+    bare.join("prefill", "p")
+    decode = bare.join("decode", "d", Script(repeats=True, delay_s=0.1), lease_s=LEASE_S)
+    bare.wait_ready()
+    decode.lose_redis()
+    assert len(bare.complete(max_tokens=40, ignore_eos=True, return_token_ids=True).json()["choices"][0]["token_ids"]) == 40
+    eventually(lambda: bare.client.get("/ready").status_code == 503, 3.0)

@@ -8,14 +8,14 @@ import time
 import pytest
 import redis
 from lost_time import LostTime
-from router_answers import CNT, CNT_IDS, check_error
+from router_answers import CNT, CNT_IDS, check_error, namespaces
 from router_harness import RedisServer, Stack, eventually
 from stub_worker import LEASE_S, Script
 
 from services.router.served_model import ServedModel
 from shared.block_hash import hash_full_blocks, root_hash
-from shared.membership import blocks_key, worker_key
-from shared.messages import DecodeRequest, PrefillRequest
+from shared.membership import WorkerStats, blocks_key, worker_key
+from shared.messages import DecodeRequest, PrefillRequest, SendPrefix
 
 
 def prompt_hashes(stack: Stack, token_ids: list[int]) -> list[bytes]:
@@ -34,6 +34,27 @@ def test_request_goes_to_the_holder_of_its_prefix(bare: Stack) -> None:
     for _ in range(3):
         bare.complete(prompt=prompt)
     eventually(lambda: len(holder.of_kind(PrefillRequest)) == 3)
+
+
+@pytest.mark.parametrize(("failure", "num_pulls"), [("no data lane could be reached", 2), (None, 6)])
+def test_prefixes_are_no_longer_pulled_where_pulls_fail(
+    redis_server: RedisServer, model: ServedModel, failure: str | None, num_pulls: int
+) -> None:
+    prompt = [504 + number for number in range(1000)]
+    stack = Stack(redis_server.url, model, f"test{next(namespaces)}", aggregated=True)
+    try:
+        holder, idle = stack.join("decode", "busy", lease_s=LEASE_S), stack.join("decode", "idle", Script(pull_failure=failure))
+        holder.stats = WorkerStats(num_running=100)
+        holder.index.publish(prompt_hashes(stack, prompt))
+        stack.wait_ready()
+        # Statistics travel with the lease.
+        eventually(lambda: sorted(worker.record.stats.num_running for worker in stack.parts.directory.usable("decode")) == [1, 100])
+        for _ in range(6):
+            assert stack.complete(prompt=prompt).status_code == 200
+        assert [message.prefix_pull is not None for message in idle.of_kind(DecodeRequest)].count(True) == num_pulls
+        assert len(holder.of_kind(SendPrefix)) == num_pulls
+    finally:
+        stack.close()
 
 
 @pytest.mark.usefixtures("patient_lookups")

@@ -1,10 +1,12 @@
 """What one peer may cost another, and all others."""
 
+import pytest
 from kv_transfer_pairs import LAYOUT, SETTINGS, TRANSFER, MemoryPair, ReceiverLog
 
 from shared.messages import KVPeer
 from shared.transport.protocol import control
-from shared.transport.protocol.limits import CONTROL_BURST, MAX_PEERS, MAX_WAITING_OFFERS_PER_PEER
+from shared.transport.protocol.limits import CONTROL_BURST, MAX_CONTROL_QUOTAS, MAX_PEERS, MAX_WAITING_OFFERS_PER_PEER
+from shared.transport.receiving.control_quotas import ControlQuotas
 from shared.transport.receiving.peer_table import LaneAddresses
 from shared.transport.receiving.receiver_state import ReceiverState
 from shared.transport.simulated_network import BytesMemory, MemoryReceiverWire
@@ -101,13 +103,49 @@ def test_a_peer_that_takes_nothing_leaves_staging_memory_to_the_others():
     assert peak <= 8
 
 
-def test_a_flood_is_not_listened_to_whatever_incarnations_it_names():
+def _bye(incarnation: int) -> control.Bye:
+    return control.Bye(src_incarnation=incarnation, dst_incarnation=22)
+
+
+def _renew(incarnation: int) -> control.Renew:
+    return control.Renew(src_incarnation=incarnation, dst_incarnation=22)
+
+
+FLOODS = {
+    "of many incarnations": lambda number: (_hello, _renew, _renew)[number % 3](77 + number % 2),
+    "that begins anew all the time": lambda number: (_hello, _renew, _bye)[number % 3](77),
+    "of one who never says HELLO": lambda _number: _renew(77),
+    "meant for another process": lambda _number: control.Renew(src_incarnation=77, dst_incarnation=23),
+}
+
+
+@pytest.mark.parametrize("flood", FLOODS.values(), ids=FLOODS)
+def test_a_flood_is_not_listened_to(flood):
     pair = MemoryPair()
     answers = []
     pair.receiver._wire.send_control = lambda key, message, blob=b"": answers.append(message)
     for number in range(2 * CONTROL_BURST):
-        incarnation = 77 + number % 2
-        message = _hello(incarnation) if number % 3 == 0 else control.Renew(src_incarnation=incarnation, dst_incarnation=22)
-        pair.receiver.on_control("flood>decode-0", message)
+        pair.receiver.on_control("flood>decode-0", flood(number))
     assert pair.receiver.counters()["control_throttled"] >= CONTROL_BURST - 1
     assert len(answers) <= CONTROL_BURST + 1
+
+
+def test_a_flood_in_another_version_is_not_answered():
+    pair = MemoryPair()
+    answers = []
+    pair.receiver._wire.send_control = lambda key, message, blob=b"": answers.append(message)
+    hello = _hello(77).model_dump() | {"protocol_min": 99, "protocol_max": 99}
+    error = control.OtherVersionError(control.Hello.model_construct(**hello))
+    for _ in range(CONTROL_BURST + 10):
+        pair.receiver.refuse_version("flood>decode-0", error)
+    assert len(answers) == CONTROL_BURST
+
+
+def test_what_is_remembered_of_who_said_how_much_is_bounded_and_those_who_speak_are_not_forgotten():
+    quotas = ControlQuotas()
+    while quotas.take("flood", 0.0):
+        pass
+    for number in range(2 * MAX_CONTROL_QUOTAS):
+        assert quotas.take(f"p{number}", 0.0)
+        assert not quotas.take("flood", 0.0)
+    assert len(quotas._left) == MAX_CONTROL_QUOTAS

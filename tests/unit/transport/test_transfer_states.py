@@ -10,6 +10,7 @@ from kv_transfer_pairs import LAYOUT, SETTINGS, TRANSFER, MemoryPair, fill, toke
 from shared.errors import TransferError
 from shared.transport.protocol import control
 from shared.transport.protocol.frames import DataHeader, checksum
+from shared.transport.protocol.limits import DEAD_WIRE_S
 from shared.transport.protocol.wire_plan import WirePlan
 from shared.transport.simulated_network import BytesMemory, FaultPlan
 from shared.transport.wires.wire_speed import probe_messages
@@ -321,6 +322,41 @@ def test_prefill_that_aborts_before_the_reservation_fails_it_at_once():
     pair.expect(16, [0])
     pair.network.run(0.1)
     assert "out of memory" in pair.receiver_log.ended[TRANSFER][0]
+
+
+@pytest.mark.parametrize("num_first", [0, 2])
+def test_what_prefill_takes_to_compute_is_not_taken_for_a_wire_that_is_dead(num_first):
+    """A request may wait for its turn, or for its next chunk, for longer than a wire may be silent."""
+    pair = MemoryPair(FaultPlan(min_delay_s=0.1, max_delay_s=0.1))
+    pair.offer(16)
+    pair.expect(16, [0, 1, 2, 3])
+    pair.sender.send_blocks(TRANSFER, [(index, index) for index in range(num_first)])
+    pair.network.run(DEAD_WIRE_S + 5)
+    assert not pair.sender_log.ended
+    pair.sender.send_blocks(TRANSFER, [(index, index) for index in range(num_first, 4)])
+    pair.network.run(0.15)  # on the way
+    pair.sender.commit(TRANSFER, b"", 0)
+    pair.network.run(2.0)
+    assert pair.sender_log.ended == pair.receiver_log.ended == {TRANSFER: [None]}
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False])
+@pytest.mark.parametrize("stage", ["before the reservation", "while it waits for room", "under way"])
+def test_the_receiver_learns_whether_a_transfer_broke_or_nobody_wants_it_any_more(stage, is_cancelled):
+    pair = MemoryPair(FaultPlan(max_delay_s=0.02))
+    pair.offer(16)
+    if stage == "before the reservation":
+        pair.network.run(0.5)
+    else:
+        pair.expect(16, [0, 1, 2, 3])
+        pair.network.run(0.5 if stage == "under way" else 0.0)
+    pair.sender.abort(TRANSFER, "so it is", is_cancelled=is_cancelled)
+    pair.network.run(0.5)
+    if stage == "before the reservation":
+        pair.expect(16, [0])
+        pair.network.run(0.1)
+    assert "so it is" in pair.receiver_log.ended[TRANSFER][0]
+    assert pair.receiver_log.cancelled == [TRANSFER] * is_cancelled
 
 
 @pytest.mark.parametrize(

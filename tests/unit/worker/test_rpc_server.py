@@ -163,7 +163,7 @@ def test_a_large_batch_is_cut_into_frames_that_a_router_takes() -> None:
         b"{}",
         b"null",
         b'[{"kind":"ping","version":1}]',
-        b'[{"kind":"ping","version":3,"x":1}]',
+        b'[{"kind":"ping","version":4,"x":1}]',
         b"[{}]",
         pytest.param(b'[{"x":' + b"[" * 100_000, id="nested"),
     ],
@@ -188,7 +188,7 @@ def test_a_frame_that_is_no_list_of_messages_of_this_version_is_refused(frame: b
     ids=str,
 )
 def test_an_output_with_a_wrong_field_is_refused(wrong: dict[str, object]) -> None:
-    right = {"kind": "output", "version": 3, "request_id": "a", "token_id": 7, "index": 0}
+    right = {"kind": "output", "version": 4, "request_id": "a", "token_id": 7, "index": 0}
     assert decode_batch(json.dumps([right]).encode()) == [RequestOutput(request_id="a", token_id=7, index=0)]
     with pytest.raises(ProtocolError):
         decode_batch(json.dumps([right | wrong]).encode())
