@@ -154,8 +154,11 @@ void direct(const PreparedRows<A>& x, const char* const* panels, int64_t num_inp
     for (int n = 0; n < N; n++) groups[n] = panels[n];
     const typename A::Entry* entries = x.entries;
     for (int64_t g = 0; g < num_inputs / Format::GROUP; g++, entries += A::entries_of(Format::GROUP)) {
+        // Behind the end of its panel comes that of the next N.
+        const int64_t left = (num_inputs / Format::GROUP - g) * Format::GROUP_BYTES;
+        const int64_t ahead = PREFETCH_BYTES + (left > PREFETCH_BYTES ? 0 : (N - 1) * num_inputs / Format::GROUP * Format::GROUP_BYTES);
         for (int n = 0; n < N; n++)
-            for (int i = 0; i < Format::GROUP_BYTES; i += 64) __builtin_prefetch(groups[n] + PREFETCH_BYTES + i);
+            for (int i = 0; i < Format::GROUP_BYTES; i += 64) __builtin_prefetch(groups[n] + ahead + i);
         for (int v = 0; v < VECTORS; v += AT_ONCE) {
             Sum part[R][N * AT_ONCE] = {};  // panels side by side: else each sum would wait for the one before it
             for (int word = 0; word < Format::WORDS; word++) {
