@@ -45,10 +45,12 @@ struct Fp32 {
         for (int k = 0; k < Format::GROUP; k += 4) total += load<4>(x + k);
         const float all = ::sum<4>(total);
         *sum = Format::HAS_MINIMA ? all : all * (float)Format::OFFSET;
-        for (int k = 0; k < Format::GROUP; k++) {
-            const int word = Format::word_of(k), shift = Format::shift_of(k);
-            entries[word * (32 / Format::BITS) + shift / Format::BITS] = x[k] * (1.0f / (float)(1 << shift % 16));
-        }
+        constexpr int BITS = Format::BITS, WORD = 32 / BITS;
+        for (int k = 0; k < Format::GROUP; k += 8)
+            unrolled<8>([&](int i) INLINE {
+                const int shift = Format::shift_of(i);
+                entries[(Format::word_of(k) + Format::word_of(i)) * WORD + shift / BITS] = x[k + i] * (1.0f / (float)(1 << shift % 16));
+            });
     }
     // use(e, w): w[v] is what entry e of a word is multiplied with, for each of N vectors of words.
     template <class Format, int N, class Use> INLINE static inline void each(U* words, Use use) {
