@@ -45,10 +45,12 @@ struct Fp32 {
         for (int k = 0; k < Format::GROUP; k += 4) total += load<4>(x + k);
         const float all = ::sum<4>(total);
         *sum = Format::HAS_MINIMA ? all : all * (float)Format::OFFSET;
-        for (int k = 0; k < Format::GROUP; k++) {
-            const int word = Format::word_of(k), shift = Format::shift_of(k);
-            entries[word * (32 / Format::BITS) + shift / Format::BITS] = x[k] * (1.0f / (float)(1 << shift % 16));
-        }
+        constexpr int BITS = Format::BITS, WORD = 32 / BITS;
+        for (int k = 0; k < Format::GROUP; k += 8)
+            unrolled<8>([&](int i) INLINE {
+                const int shift = Format::shift_of(i);
+                entries[(Format::word_of(k) + Format::word_of(i)) * WORD + shift / BITS] = x[k + i] * (1.0f / (float)(1 << shift % 16));
+            });
     }
     // use(e, w): w[v] is what entry e of a word is multiplied with, for each of N vectors of words.
     template <class Format, int N, class Use> INLINE static inline void each(U* words, Use use) {
@@ -154,8 +156,11 @@ void direct(const PreparedRows<A>& x, const char* const* panels, int64_t num_inp
     for (int n = 0; n < N; n++) groups[n] = panels[n];
     const typename A::Entry* entries = x.entries;
     for (int64_t g = 0; g < num_inputs / Format::GROUP; g++, entries += A::entries_of(Format::GROUP)) {
+        // Behind the end of its panel comes that of the next N.
+        const int64_t left = (num_inputs / Format::GROUP - g) * Format::GROUP_BYTES;
+        const int64_t ahead = PREFETCH_BYTES + (left > PREFETCH_BYTES ? 0 : (N - 1) * num_inputs / Format::GROUP * Format::GROUP_BYTES);
         for (int n = 0; n < N; n++)
-            for (int i = 0; i < Format::GROUP_BYTES; i += 64) __builtin_prefetch(groups[n] + PREFETCH_BYTES + i);
+            for (int i = 0; i < Format::GROUP_BYTES; i += 64) __builtin_prefetch(groups[n] + ahead + i);
         for (int v = 0; v < VECTORS; v += AT_ONCE) {
             Sum part[R][N * AT_ONCE] = {};  // panels side by side: else each sum would wait for the one before it
             for (int word = 0; word < Format::WORDS; word++) {
