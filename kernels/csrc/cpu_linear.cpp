@@ -2,7 +2,6 @@
 // result depends neither on its batch nor on threads.
 #include <algorithm>
 #include <atomic>
-#include <cmath>
 #include <vector>
 
 #include "cpu_float_products.h"

@@ -36,7 +36,7 @@ template <class Arithmetic> struct PreparedRows {
 struct Fp32 {
     typedef float Entry;
     typedef V Sum;
-    static constexpr int ENTRIES_OF_WORD(int bits) { return 32 / bits; }
+    static constexpr int entries_of_word(int bits) { return 32 / bits; }
     static constexpr int entries_of(int num_inputs) { return num_inputs; }
 
     // A quant is used where it stands in its word, so its input is divided by what that is worth, which is exact.
@@ -73,7 +73,7 @@ struct Fp32 {
 struct Int16 {
     typedef int32_t Entry;  // two inputs, those of a word's part and of the one 16 bits above it
     typedef I Sum;
-    static constexpr int ENTRIES_OF_WORD(int bits) { return 16 / bits; }
+    static constexpr int entries_of_word(int bits) { return 16 / bits; }
     static constexpr int entries_of(int num_inputs) { return num_inputs / 2; }
 
     template <class Format> static void prepare(const float* x, Entry* entries, float* scale, float* sum) {
@@ -149,7 +149,7 @@ struct Int16 {
 // R rows with N panels.
 template <class Format, class A, int R, int N>
 void direct(const PreparedRows<A>& x, const char* const* panels, int64_t num_inputs, float (*sums)[PANEL]) {
-    constexpr int AT_ONCE = R <= MAX_WIDE_ROWS ? VECTORS : 1, WORD = A::ENTRIES_OF_WORD(Format::BITS);
+    constexpr int AT_ONCE = R <= MAX_WIDE_ROWS ? VECTORS : 1, WORD = A::entries_of_word(Format::BITS);
     typedef typename A::Sum Sum;
     V total[R][N * VECTORS] = {};
     const char* groups[N];
@@ -204,7 +204,7 @@ template <class A, int GROUP, bool HAS_MINIMA> struct QuantizedTile {
     float* minima() const { return scales() + GROUPS * PANEL; }          // likewise
 
     template <class Format> void expand(const char* group, const PreparedRows<A>&, int64_t, int count, float*) {
-        constexpr int WORD = A::ENTRIES_OF_WORD(Format::BITS);
+        constexpr int WORD = A::entries_of_word(Format::BITS);
         char* at = weights();
         for (int g = 0; g < count / GROUP; g++, group += Format::GROUP_BYTES) {
             for (int v = 0; v < VECTORS; v++) {

@@ -703,7 +703,7 @@ class ReceiverState:
         if self._incoming.pop(incoming.transfer_id, None) is None:
             return
         incoming.has_ended = True
-        self._bury(incoming.transfer_id, _Tombstone(info is not None, reason))
+        self._bury(incoming.transfer_id, _Tombstone(info is not None, reason, is_cancelled))
         self._outbox.append(_Event(incoming, hidden_state, info, reason, is_cancelled))
         self._counters["transfers_committed" if info is not None else "transfers_failed"] += 1
 
